@@ -1,0 +1,188 @@
+"""MegaMoEContext: owner of the group, the backend's runtime and buffer, and the step state."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from .capability import Capability, probe
+from .config import BLOCK, MegaMoEConfig
+from .custom_ops.errors import BackendUnavailable, ContextClosed, mismatch
+from .custom_ops.library import register_runtime
+from .custom_ops.reference import ReferenceRuntime
+from .weights import WeightGeometry
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .module import MegaMoE
+
+ALL_VALID = 2**31 - 1  # the value of num_valid that leaves no row out
+
+
+class MegaMoEContext:
+    """One expert-parallel group's buffer and step state, shared by all layers of one geometry.
+
+    Construction is collective over `group`: every rank builds it at the same point of the program
+    with the same config, and all of them succeed or raise. No call allocates symmetric memory.
+
+    Args:
+        config: the geometry. group: the expert-parallel process group; None means one rank.
+        device: where the layers run; default: the current CUDA device if there is one, else CPU.
+
+    Attributes:
+        backend: name of the backend, the same on all ranks. reason: why this one.
+        rank, world_size: of the group. buffer_bytes: bytes of symmetric memory of this rank.
+        num_valid: int32 [1] on the device. Rows at or above it are not routed; default: none.
+        launch_count: int32 [1] on the device, launches so far, replays included.
+
+    Raises:
+        BackendUnavailable: on every rank, if the backend cannot run on any of them.
+        ValueError: on every rank, if the ranks' configs differ or don't divide the experts.
+    """
+
+    def __init__(
+        self,
+        config: MegaMoEConfig,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        self.config = config
+        self.group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self.rank = 0 if self.group is None else dist.get_rank(self.group)
+        self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
+        self.device = _device(device)
+        capability = self._agree()
+        assert capability.backend is not None
+        self.backend: str = capability.backend
+        self.reason = capability.reason
+        self.weight_geometry = WeightGeometry.of(
+            config, rank=self.rank, ep_size=self.world_size, alignment=BLOCK, device=self.device
+        )
+        self.buffer_bytes = 0
+        # Normal tensors even if the caller is in inference mode: graphs made outside it mutate
+        # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
+        with torch.inference_mode(False):
+            self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
+            self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
+            self._runtime: ReferenceRuntime | None = ReferenceRuntime(
+                num_experts=config.num_experts,
+                num_shared_experts=config.num_shared_experts,
+                swiglu_limit=config.swiglu_limit,
+                routed_scaling_factor=config.routed_scaling_factor,
+                device=self.device,
+                group=self.group,
+            )
+        for tensor in (self.launch_count, self.num_valid):
+            torch._dynamo.mark_static_address(tensor, guard=False)
+        self.context_id = register_runtime(self._runtime)
+        self._layers: weakref.WeakSet[MegaMoE] = weakref.WeakSet()
+
+    def _agree(self) -> Capability:
+        """Probe on every rank and come to one verdict on all, or raise on all."""
+        mine = probe(self.config, self.device)
+        verdicts: list[tuple[MegaMoEConfig, Capability]] = [(self.config, mine)]
+        if self.group is not None:
+            gathered: list[Any] = [None] * self.world_size
+            dist.all_gather_object(gathered, (self.config, mine), group=self.group)
+            verdicts = gathered
+        for rank, (config, capability) in enumerate(verdicts):
+            if config != verdicts[0][0]:
+                raise ValueError(
+                    mismatch(
+                        f"config of rank {rank}", verdicts[0][0], config, "Pass the same everywhere."
+                    )
+                )
+            if capability.backend is None:
+                raise BackendUnavailable(f"rank {rank}: {capability.reason}")
+            if capability.backend != verdicts[0][1].backend:
+                raise BackendUnavailable(
+                    mismatch(
+                        f"backend of rank {rank}",
+                        f"{verdicts[0][1].backend}, as on rank 0",
+                        f"{capability.backend} ({capability.reason})",
+                        "Make the ranks' machines alike, or pass backend= explicitly.",
+                    )
+                )
+        self.config.num_local_experts(self.world_size)
+        return mine
+
+    @property
+    def closed(self) -> bool:
+        return self._runtime is None
+
+    @property
+    def layers(self) -> list[MegaMoE]:
+        """The live layers of this context, in the order they were made."""
+        return sorted(self._layers, key=lambda layer: layer.index)
+
+    def add_layer(self, layer: MegaMoE) -> int:
+        """Called by a new layer; returns its index."""
+        self.check_open()
+        index = 1 + max((known.index for known in self._layers), default=-1)
+        self._layers.add(layer)
+        return index
+
+    def check_open(self) -> None:
+        """Raise ContextClosed after close()."""
+        if self.closed:
+            raise ContextClosed(
+                mismatch(
+                    f"context {self.context_id}",
+                    "open",
+                    "closed",
+                    "Build a new MegaMoEContext, its layers and its graphs.",
+                )
+            )
+
+    def warmup(self, buckets: Sequence[int]) -> None:
+        """Prepare every kernel that calls of these numbers of tokens can reach. Collective."""
+        self.check_open()
+        self.barrier()
+
+    def barrier(self) -> None:
+        """Wait for the device and then for all ranks. Collective; not for a captured region."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def backend_for(self, num_tokens: int) -> str:
+        """The backend that a call of num_tokens tokens takes."""
+        return self.backend
+
+    @property
+    def invalid_id_count(self) -> int:
+        """Slots of valid rows so far whose id was neither -1 nor an expert. Synchronizes."""
+        self.check_open()
+        assert self._runtime is not None
+        return int(self._runtime.invalid_count)
+
+    def close(self) -> None:
+        """Free the buffer. Idempotent; any later call through this context raises."""
+        self._runtime = None
+
+    def __enter__(self) -> MegaMoEContext:
+        self.check_open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

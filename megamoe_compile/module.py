@@ -1,0 +1,305 @@
+"""MegaMoE: the experts of one MoE layer as an nn.Module around the one op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .config import MegaMoEConfig
+from .context import MegaMoEContext
+from .custom_ops.errors import MegaMoEError, mismatch
+from .custom_ops.library import LAYOUT_VERSION, fused_moe
+from .weights import (
+    PreparedWeights,
+    adopt,
+    can_adopt,
+    check_checkpoint,
+    write_expert,
+)
+
+WEIGHT_NAMES = ("w13", "w13_scale", "w2", "w2_scale")
+
+
+class MegaMoE(nn.Module):
+    """The routed (and shared) experts of one layer.
+
+    Args:
+        context: shared by all layers of one geometry.
+        validate: check in eager calls that every id is -1 or an expert. It reads the ids on the
+            host, so it synchronizes and cannot be captured; without it such slots are skipped and
+            counted in `context.invalid_id_count`.
+    """
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+    launch_count: Tensor
+    num_valid: Tensor
+
+    def __init__(self, context: MegaMoEContext, *, validate: bool = False) -> None:
+        super().__init__()
+        self.context = context
+        self.validate = validate
+        self.loaded = False
+        self.index = context.add_layer(self)
+        for name in WEIGHT_NAMES:
+            self.register_buffer(name, None)
+        # Registered, not only referenced: a module's buffers have static addresses in a graph.
+        self.register_buffer("launch_count", context.launch_count, persistent=False)
+        self.register_buffer("num_valid", context.num_valid, persistent=False)
+        self._constants = (
+            context.context_id,
+            context.config.top_k,
+            context.config.max_tokens_per_rank,
+            LAYOUT_VERSION,
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor | int | None = None,
+    ) -> Tensor:
+        """Run the experts.
+
+        Args:
+            hidden_states: [T, H] bf16, T from 0 to max_tokens_per_rank; rows may be strided.
+            topk_ids: [T, K] int32 or int64, global expert ids; -1 skips a slot.
+            topk_weights: [T, K] fp32 or bf16.
+            num_valid: rows at or above it are not routed. None reads `context.num_valid`; an int
+                must be at most T; a device tensor (int32, [] or [1]) is read on the device.
+
+        Returns:
+            [T, H] bf16, new memory. A row without an expert is exact zeros.
+
+        Raises:
+            ValueError: shape, dtype or stride. CapacityError: T. ContextClosed, MegaMoEError.
+        """
+        if not self.loaded:
+            raise MegaMoEError(
+                mismatch(
+                    "weights of the layer", "loaded", "none", "Call load_weights or load_expert."
+                )
+            )
+        if torch.is_grad_enabled() and hidden_states.requires_grad:
+            raise MegaMoEError(
+                mismatch(
+                    "gradient of hidden_states",
+                    "none: the kernels have no backward",
+                    "requires_grad=True",
+                    "Call under torch.no_grad() or torch.inference_mode().",
+                )
+            )
+        if self.validate and not torch.compiler.is_compiling():
+            _check_ids(topk_ids, self.context.config.num_experts)
+        return cast(
+            Tensor,
+            fused_moe(
+                hidden_states,
+                topk_ids,
+                topk_weights,
+                self.w13,
+                self.w13_scale,
+                self.w2,
+                self.w2_scale,
+                self._num_valid(num_valid, hidden_states),
+                self.launch_count,
+                *self._constants,
+            ),
+        )
+
+    def _num_valid(self, num_valid: Tensor | int | None, rows: Tensor) -> Tensor:
+        if num_valid is None:
+            return self.num_valid
+        if isinstance(num_valid, Tensor):
+            if num_valid.dtype != torch.int32 or num_valid.numel() != 1:
+                raise ValueError(
+                    mismatch(
+                        "num_valid",
+                        "one int32",
+                        f"{num_valid.dtype} {list(num_valid.shape)}",
+                        "Pass torch.tensor([n], dtype=torch.int32) on the layer's device.",
+                    )
+                )
+            return num_valid.reshape(1)
+        if num_valid < 0 or num_valid > rows.shape[0]:
+            raise ValueError(
+                mismatch(
+                    "num_valid",
+                    f"0 to {rows.shape[0]}, the rows of hidden_states",
+                    num_valid,
+                    "Count this call's own rows.",
+                )
+            )
+        # A fill kernel, not a copy from the host: no synchronization.
+        return torch.full((1,), num_valid, dtype=torch.int32, device=rows.device)
+
+    def load_weights(
+        self,
+        w13: Tensor,
+        w13_scale: Tensor | None,
+        w2: Tensor,
+        w2_scale: Tensor | None,
+    ) -> None:
+        """Load all routed experts of this rank; all is checked before anything is written.
+
+        Args:
+            w13: [E, 2I, H] e4m3 or bf16, gate rows before up rows. E is all experts, or this
+                rank's. w13_scale: [E, 2I/128, H/128] fp32 or float8_e8m0fnu; None for bf16.
+            w2: [E, H, I] in the dtype of w13. w2_scale: [E, H/128, I/128], or None for bf16.
+
+        The first load of FP8 weights takes over w13 and w2 where they hold exactly this rank's
+        experts without padding: they are rearranged in place and must not be used again. Any later
+        load writes into the layer's storage, so that captured graphs see the new weights.
+
+        Raises:
+            ValueError: wrong shape, layout, dtype or scales.
+        """
+        geometry = self.context.weight_geometry
+        self.context.check_open()
+        check_checkpoint(
+            geometry,
+            (geometry.num_experts, geometry.num_local_experts),
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
+        )
+        self._refuse_own(w13, w2)
+        if (
+            not self.loaded
+            and w13_scale is not None
+            and w2_scale is not None
+            and can_adopt(geometry, w13, w2)
+        ):
+            self._install(adopt(w13, w13_scale, w2, w2_scale))
+            return
+        # Global experts: this rank's slice. With one rank both readings are the same.
+        first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
+        prepared = self._prepared()
+        for row in range(geometry.num_local_experts):
+            source = first + row
+            write_expert(
+                prepared,
+                row,
+                geometry,
+                w13[source],
+                None if w13_scale is None else w13_scale[source],
+                w2[source],
+                None if w2_scale is None else w2_scale[source],
+            )
+
+    def load_expert(
+        self,
+        expert: int,
+        w13: Tensor,
+        w13_scale: Tensor | None,
+        w2: Tensor,
+        w2_scale: Tensor | None,
+    ) -> None:
+        """Load one expert ([2I, H], [H, I], and scales as in `load_weights`), e.g. from a stream.
+
+        Args:
+            expert: global id of a routed expert of this rank, or num_experts + s for the shared
+                expert s. Experts that were never loaded compute zeros.
+        """
+        geometry = self.context.weight_geometry
+        self.context.check_open()
+        if expert >= geometry.num_experts:
+            row = geometry.num_local_experts + expert - geometry.num_experts
+        else:
+            row = expert - geometry.first_expert
+        shared = row >= geometry.num_local_experts
+        if not 0 <= row < geometry.num_rows or shared != (expert >= geometry.num_experts):
+            last = geometry.first_expert + geometry.num_local_experts - 1
+            raise ValueError(
+                mismatch(
+                    "expert",
+                    f"{geometry.first_expert} to {last}, or a shared one from "
+                    f"{geometry.num_experts} (there are {geometry.num_shared_experts})",
+                    expert,
+                    "Each rank loads its own experts.",
+                )
+            )
+        tensors = [None if t is None else t.unsqueeze(0) for t in (w13, w13_scale, w2, w2_scale)]
+        check_checkpoint(geometry, (1,), *cast(Any, tensors))
+        self._refuse_own(w13, w2)
+        write_expert(self._prepared(), row, geometry, w13, w13_scale, w2, w2_scale)
+
+    def _refuse_own(self, *sources: Tensor) -> None:
+        if self.loaded:
+            own = {getattr(self, name).untyped_storage().data_ptr() for name in WEIGHT_NAMES}
+            if any(source.untyped_storage().data_ptr() in own for source in sources):
+                raise ValueError(
+                    mismatch(
+                        "w13 and w2",
+                        "checkpoint weights",
+                        "the layer's own prepared storage",
+                        "It is rearranged already; load from the checkpoint.",
+                    )
+                )
+
+    def _prepared(self) -> PreparedWeights:
+        if not self.loaded:
+            with torch.inference_mode(False):
+                self._install(PreparedWeights.allocate(self.context.weight_geometry))
+        return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES))
+
+    def _install(self, weights: PreparedWeights) -> None:
+        for name in WEIGHT_NAMES:
+            setattr(self, name, getattr(weights, name))
+        self.loaded = True
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Goes with state_dict: the layout that the saved weights are in."""
+        return {"layout_version": LAYOUT_VERSION}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        version = state.get("layout_version")
+        if version != LAYOUT_VERSION:
+            raise ValueError(
+                mismatch(
+                    "layout_version", LAYOUT_VERSION, version, "Load the original checkpoint."
+                )
+            )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:
+        """Keep the recipe's dtypes under model.to(dtype), and refuse to leave the device."""
+        device = fn(torch.empty(0, device=self.context.device)).device
+        if device != self.context.device:
+            raise MegaMoEError(
+                mismatch(
+                    "device of the layer",
+                    f"{self.context.device}, where its context's buffer is",
+                    device,
+                    "Build the context on the device you want and load the weights there.",
+                )
+            )
+        return self
+
+    def extra_repr(self) -> str:
+        config: MegaMoEConfig = self.context.config
+        return (
+            f"backend={self.context.backend}, hidden_size={config.hidden_size}, "
+            f"intermediate_size={config.intermediate_size}, num_experts={config.num_experts}, "
+            f"top_k={config.top_k}, rank={self.context.rank}/{self.context.world_size}"
+        )
+
+
+def _check_ids(topk_ids: Tensor, num_experts: int) -> None:
+    bad = (topk_ids < -1) | (topk_ids >= num_experts)
+    if bool(bad.any()):
+        row, slot = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            mismatch(
+                f"topk_ids[{row}, {slot}]",
+                f"-1 or 0 to {num_experts - 1}",
+                int(topk_ids[row, slot]),
+                "Fix the router; -1 skips a slot.",
+            )
+        )

@@ -1,0 +1,225 @@
+"""Checkpoint weights -> PreparedWeights: the one layout that all backends read.
+
+Per local expert: `w13` [2I, H] e4m3 with gate and up rows interleaved in groups of 8, `w13_scale`
+[2I/128, H/128] fp32 with the gate blocks before the up blocks, `w2` [H, I] e4m3, `w2_scale`
+[H/128, I/128] fp32. I is the padded intermediate size; the padding holds zeros. FP8 weights that
+need no padding and hold exactly this rank's experts are taken over and rearranged in place.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .config import BLOCK, MegaMoEConfig
+from .custom_ops.errors import mismatch
+from .custom_ops.reference import FP8, interleave_gate_up, quantize_blocks
+
+SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightGeometry:
+    """Shapes of one rank's prepared weights."""
+
+    hidden_size: int
+    intermediate_size: int  # of the checkpoint
+    padded_intermediate_size: int  # of the backend
+    num_experts: int  # routed, all ranks
+    first_expert: int  # global index of this rank's first routed expert
+    num_local_experts: int
+    num_shared_experts: int
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        config: MegaMoEConfig,
+        *,
+        rank: int,
+        ep_size: int,
+        alignment: int,
+        device: torch.device,
+    ) -> WeightGeometry:
+        local = config.num_local_experts(ep_size)
+        return cls(
+            config.hidden_size,
+            config.intermediate_size,
+            config.padded_intermediate_size(alignment),
+            config.num_experts,
+            rank * local,
+            local,
+            config.num_shared_experts,
+            device,
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Experts that stand in the prepared tensors: the local routed ones, then the shared."""
+        return self.num_local_experts + self.num_shared_experts
+
+    def nbytes(self) -> int:
+        """Bytes of one layer's prepared weights on one rank."""
+        h, i = self.hidden_size, self.padded_intermediate_size
+        scales = (2 * i // BLOCK) * (h // BLOCK) + (h // BLOCK) * (i // BLOCK)
+        return self.num_rows * (3 * h * i + 4 * scales)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedWeights:
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+
+    @classmethod
+    def allocate(cls, geometry: WeightGeometry) -> PreparedWeights:
+        """Zero weights with scales of one: every expert computes exact zeros until it is written."""
+        e, h, i = geometry.num_rows, geometry.hidden_size, geometry.padded_intermediate_size
+        device = geometry.device
+        return cls(
+            torch.zeros(e, 2 * i, h, dtype=FP8, device=device),
+            torch.ones(e, 2 * i // BLOCK, h // BLOCK, device=device),
+            torch.zeros(e, h, i, dtype=FP8, device=device),
+            torch.ones(e, h // BLOCK, i // BLOCK, device=device),
+        )
+
+
+def check_checkpoint(
+    geometry: WeightGeometry,
+    experts: tuple[int, ...],
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+) -> None:
+    """Raise a ValueError for the first thing that is wrong; nothing has been written by then.
+
+    Args:
+        experts: the numbers of experts that may stand in dimension 0.
+    """
+    h, i = geometry.hidden_size, geometry.intermediate_size
+    layout = "w13 is [E, 2I, H] with gate before up, w2 is [E, H, I], both row-major."
+    allowed = " or ".join(str(e) for e in sorted(set(experts)))
+    for name, w, n, c in (("w13", w13, 2 * i, h), ("w2", w2, h, i)):
+        if w.dim() != 3 or w.shape[0] not in experts or tuple(w.shape[1:]) != (n, c):
+            raise ValueError(
+                mismatch(f"{name}.shape", f"[{allowed}, {n}, {c}]", list(w.shape), layout)
+            )
+        if not w.is_contiguous():
+            raise ValueError(
+                mismatch(f"{name} layout", "contiguous", f"strides {w.stride()}", layout)
+            )
+        if w.dtype not in (FP8, torch.bfloat16):
+            raise ValueError(
+                mismatch(
+                    f"{name}.dtype", f"{FP8} or torch.bfloat16", w.dtype, "Convert the checkpoint."
+                )
+            )
+    if w13.dtype != w2.dtype or w13.shape[0] != w2.shape[0]:
+        raise ValueError(
+            mismatch(
+                "w2",
+                f"dtype {w13.dtype} and {w13.shape[0]} experts, as in w13",
+                f"{w2.dtype} and {w2.shape[0]}",
+                "Both come from one checkpoint.",
+            )
+        )
+    for name, scale, w in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
+        _check_scale(name, scale, w)
+
+
+def _check_scale(name: str, scale: Tensor | None, w: Tensor) -> None:
+    if w.dtype == torch.bfloat16:
+        if scale is not None:
+            raise ValueError(
+                mismatch(name, "None for bf16 weights", f"a tensor {list(scale.shape)}", "Drop it.")
+            )
+        return
+    if w.shape[1] % (2 * BLOCK if name == "w13_scale" else BLOCK) or w.shape[2] % BLOCK:
+        raise ValueError(
+            mismatch(
+                f"intermediate_size behind {name}",
+                f"a multiple of {BLOCK} for FP8 weights",
+                list(w.shape),
+                "A 128x128 scale block would straddle gate and up: pass bf16 weights instead.",
+            )
+        )
+    shape = [w.shape[0], w.shape[1] // BLOCK, w.shape[2] // BLOCK]
+    got: object = None if scale is None else list(scale.shape)
+    if scale is None or got != shape:
+        raise ValueError(
+            mismatch(f"{name}.shape", shape, got, "FP8 weights need one scale per 128x128 block.")
+        )
+    if scale.dtype not in SCALE_DTYPES:
+        raise ValueError(
+            mismatch(
+                f"{name}.dtype",
+                f"one of {SCALE_DTYPES}",
+                scale.dtype,
+                "Unpack or cast it; ue8m0 exponents are torch.float8_e8m0fnu.",
+            )
+        )
+
+
+def write_expert(
+    weights: PreparedWeights,
+    row: int,
+    geometry: WeightGeometry,
+    w13: Tensor,
+    w13_scale: Tensor | None,
+    w2: Tensor,
+    w2_scale: Tensor | None,
+) -> None:
+    """Write one checked expert ([2I, H], [H, I], and their scales) into row `row`."""
+    i, padded = geometry.intermediate_size, geometry.padded_intermediate_size
+    device = geometry.device
+    w13, w2 = w13.to(device), w2.to(device)
+    if padded != i:
+        w13 = torch.cat([_pad_rows(half, padded) for half in w13.split(i)])
+        w2 = torch.nn.functional.pad(w2.view(torch.uint8), (0, padded - i)).view(w2.dtype) if (
+            w2.dtype == FP8
+        ) else torch.nn.functional.pad(w2, (0, padded - i))
+    if w13_scale is None or w2_scale is None:
+        w13, w13_scale = quantize_blocks(w13)
+        w2, w2_scale = quantize_blocks(w2)
+    else:
+        w13_scale, w2_scale = w13_scale.to(device).float(), w2_scale.to(device).float()
+        extra = (padded - i) // BLOCK
+        if extra:
+            w13_scale = torch.cat([_pad_ones(s, extra) for s in w13_scale.split(i // BLOCK)])
+            w2_scale = torch.nn.functional.pad(w2_scale, (0, extra), value=1.0)
+    weights.w13[row].copy_(interleave_gate_up(w13))
+    weights.w13_scale[row].copy_(w13_scale)
+    weights.w2[row].copy_(w2)
+    weights.w2_scale[row].copy_(w2_scale)
+
+
+def _pad_rows(half: Tensor, rows: int) -> Tensor:
+    padded = half.new_zeros(rows, half.shape[1])
+    padded[: half.shape[0]] = half
+    return padded
+
+
+def _pad_ones(scale: Tensor, rows: int) -> Tensor:
+    return torch.cat([scale, scale.new_ones(rows, scale.shape[1])])
+
+
+def can_adopt(geometry: WeightGeometry, w13: Tensor, w2: Tensor) -> bool:
+    """Whether the checkpoint's own storage can hold the prepared weights."""
+    return (
+        w13.dtype == FP8
+        and w13.shape[0] == geometry.num_rows
+        and geometry.padded_intermediate_size == geometry.intermediate_size
+        and w13.device == w2.device == geometry.device
+    )
+
+
+def adopt(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> PreparedWeights:
+    """Rearrange checked FP8 weights in place, expert by expert: one expert of extra memory."""
+    w13, w2 = w13.detach(), w2.detach()
+    for expert in w13:
+        expert.copy_(interleave_gate_up(expert))
+    return PreparedWeights(w13, w13_scale.detach().float(), w2, w2_scale.detach().float())
