@@ -175,9 +175,49 @@ def _requirements(
     )
 
 
+_ID_DTYPES = frozenset((torch.int32, torch.int64))
+_WEIGHT_DTYPES = frozenset((torch.float32, torch.bfloat16))
+
+
+def _all_hold(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, top_k: int, capacity: int
+) -> bool:
+    """Whether every requirement holds; False may also be a single column's odd stride.
+
+    The same conditions as one expression: making the report's words costs more than a launch.
+    """
+    shape, slots = x.shape, topk_ids.shape
+    return (
+        len(shape) == 2
+        and len(slots) == 2
+        and slots == topk_weights.shape
+        and slots[0] == shape[0]
+        and slots[1] == top_k
+        and shape[0] <= capacity
+        and shape[1] == w13.shape[2]
+        and x.dtype is torch.bfloat16
+        and topk_ids.dtype in _ID_DTYPES
+        and topk_weights.dtype in _WEIGHT_DTYPES
+        and x.stride(1) == 1
+        and topk_ids.stride(1) == 1
+        and topk_weights.stride(1) == 1
+    )
+
+
+def check_inputs(
+    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, top_k: int, capacity: int
+) -> None:
+    """Raise for the first requirement that does not hold."""
+    arguments = (x, topk_ids, topk_weights, w13, top_k, capacity)
+    if not _all_hold(*arguments):
+        for condition, error, *report in _requirements(*arguments):
+            if not condition:
+                raise error(mismatch(*report))  # type: ignore[arg-type]
+
+
 def allocate_output(x: Tensor) -> Tensor:
     """The output of the op: [T, H], contiguous. The kernel and the fake share it."""
-    return x.new_empty(x.shape[0], x.shape[1])
+    return x.new_empty(x.shape)
 
 
 def _fused_moe(
@@ -196,9 +236,7 @@ def _fused_moe(
     layout_version: int,
 ) -> Tensor:
     runtime = _runtime(context_id, layout_version)
-    for condition, error, *report in _requirements(x, topk_ids, topk_weights, w13, top_k, capacity):
-        if not condition:
-            raise error(mismatch(*report))  # type: ignore[arg-type]
+    check_inputs(x, topk_ids, topk_weights, w13, top_k, capacity)
     if w13.dtype is torch.uint8:
         w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
     out = allocate_output(x)

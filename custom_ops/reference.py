@@ -24,7 +24,9 @@ INTERLEAVE = 8  # rows of gate, then rows of up
 
 
 def _scale_of(amax: Tensor) -> Tensor:
-    return amax.clamp_min(AMAX_FLOOR) / FP8_MAX
+    # Divide by a tensor: CUDA turns a division by a Python number into a product with its
+    # reciprocal, and the scales of all backends must agree bit for bit.
+    return amax.clamp_min(AMAX_FLOOR) / amax.new_full((), FP8_MAX)
 
 
 def quantize_rows(x: Tensor, group: int = BLOCK) -> tuple[Tensor, Tensor]:
@@ -328,6 +330,17 @@ class ReferenceRuntime:
             dist.all_reduce(slots, group=self.group)
             slots = slots[self.rank * longest :]
         out.copy_(combine(slots[:tokens]))
+
+    buffer_bytes = 0  # it stages into fresh memory
+
+    def warmup(self, token_counts: object, weights: object, launch_count: object) -> None:
+        """Nothing to compile."""
+
+    def reset(self) -> None:
+        """No state outside of a launch."""
+
+    def close(self) -> None:
+        """Nothing to free."""
 
     def _longest(self, tokens: int, device: torch.device) -> int:
         count = torch.tensor([tokens], device=device)

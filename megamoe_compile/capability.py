@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .config import MegaMoEConfig
+from .custom_ops.errors import BackendUnavailable, mismatch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +29,11 @@ class Capability:
 
 def probe(config: MegaMoEConfig, device: torch.device | str) -> Capability:
     """Decide which backend runs `config` on `device`. Never raises, never falls back in silence."""
-    details: dict[str, Any] = {"torch": torch.__version__, "requested": config.backend}
+    details: dict[str, Any] = {"torch": torch.__version__}
+    if not isinstance(config, MegaMoEConfig):
+        cure = "Build one, or use MegaMoEConfig.preset or from_pretrained."
+        return Capability(None, mismatch("config", "a MegaMoEConfig", type(config), cure), details)
+    details["requested"] = config.backend
     try:
         device = torch.device(device)
         details["device"] = str(device)
@@ -38,6 +43,14 @@ def probe(config: MegaMoEConfig, device: torch.device | str) -> Capability:
 
 
 def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]) -> Capability:
+    if device.type != "cpu" and (device.type != "cuda" or not torch.cuda.is_available()):
+        return Capability(
+            None,
+            f"no backend for device {device}: expected a CPU or an available CUDA device "
+            f"(torch.cuda.is_available() is {torch.cuda.is_available()}). Install a CUDA build of "
+            "torch and a driver, or pass device='cpu'.",
+            details,
+        )
     if config.backend == "reference":
         return Capability("reference", "asked for by backend='reference'", details)
     if device.type == "cpu":
@@ -49,12 +62,57 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
             "Pass device='cuda' on a machine with a GPU, or backend='reference'.",
             details,
         )
-    if device.type != "cuda" or not torch.cuda.is_available():
-        return Capability(
-            None,
-            f"no backend for device {device}: expected a CPU or an available CUDA device "
-            f"(torch.cuda.is_available() is {torch.cuda.is_available()}). Install a CUDA build of "
-            "torch and a driver, or pass device='cpu'.",
-            details,
+    return _decide_cuda(config, device, details)
+
+
+def _decide_cuda(
+    config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
+) -> Capability:
+    capability = torch.cuda.get_device_capability(device)
+    details["gpu"] = torch.cuda.get_device_name(device)
+    details["compute_capability"] = list(capability)
+    if config.backend == "triton" or (config.backend == "auto" and capability[0] != 9):
+        return Capability(None, "the triton backend is not built yet", details)
+    if capability[0] != 9:
+        reason = (
+            f"the deep_gemm backend needs an SM90 GPU (H100, H200, H20), got "
+            f"{details['gpu']} (SM{capability[0]}{capability[1]}). Pass backend='triton'."
         )
-    return Capability(None, "no CUDA backend yet", details)
+        return Capability(None, reason, details)
+    problem = _deep_gemm_problem(config, device, details)
+    if problem is not None:
+        # Never a silent fallback: this GPU could run the fast kernel, and the cure is known.
+        return Capability(None, problem + " Or ask for backend='triton'.", details)
+    asked = "asked for" if config.backend == "deep_gemm" else "an SM90 GPU"
+    return Capability("deep_gemm", f"{asked}, and a launch of the kernel was right", details)
+
+
+def _deep_gemm_problem(
+    config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
+) -> str | None:
+    """What stands between this machine and the mega kernel, cheapest look first."""
+    from .custom_ops import cuda_build, deep_gemm, deep_gemm_check
+
+    wheel = deep_gemm.installed_version()
+    details["deep_gemm"] = wheel
+    problem = deep_gemm.wheel_problem(wheel, torch.__version__)
+    if problem is not None or wheel is None:
+        return problem
+    try:
+        details["nvcc"] = str(cuda_build.find_nvcc())
+    except BackendUnavailable as error:
+        return str(error)
+    padded = config.padded_intermediate_size(deep_gemm.INTERMEDIATE_ALIGNMENT)
+    problem = deep_gemm.shape_problem(wheel, config.hidden_size, padded, config.num_slots, 1)
+    if problem is None:
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        shape = deep_gemm_check.Shape(config.hidden_size, padded, config.top_k, index)
+        failure = deep_gemm_check.run_check(shape)
+        if failure is not None:
+            problem = (
+                f"{deep_gemm.DISTRIBUTION} {wheel} with torch {torch.__version__}: expected one "
+                f"right launch for hidden_size={config.hidden_size}, "
+                f"intermediate_size={padded}, top_k={config.top_k}, got: {failure}. Reinstall the "
+                "wheel that fits this torch, and check nvcc and the driver."
+            )
+    return problem

@@ -8,17 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from .backends import intermediate_alignment, make_runtime
 from .capability import Capability, probe
-from .config import BLOCK, MegaMoEConfig
-from .custom_ops.errors import BackendUnavailable, ContextClosed, mismatch
+from .config import MegaMoEConfig
+from .custom_ops.errors import (
+    BackendUnavailable,
+    CapacityError,
+    ContextClosed,
+    MegaMoEError,
+    mismatch,
+)
 from .custom_ops.library import register_runtime
-from .custom_ops.reference import ReferenceRuntime
-from .weights import WeightGeometry
+from .weights import PreparedWeights, WeightGeometry
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+    from .backends import AnyRuntime
     from .module import MegaMoE
 
 ALL_VALID = 2**31 - 1  # the value of num_valid that leaves no row out
@@ -33,6 +41,8 @@ class MegaMoEContext:
     Args:
         config: the geometry. group: the expert-parallel process group; None means one rank.
         device: where the layers run; default: the current CUDA device if there is one, else CPU.
+        num_sms: SMs that the deep_gemm kernel may take, even; None for all. Fewer leave room for
+            a side stream: the kernel spins until its whole grid is resident.
 
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one.
@@ -50,8 +60,19 @@ class MegaMoEContext:
         config: MegaMoEConfig,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
+        *,
+        num_sms: int | None = None,
     ) -> None:
         self.config = config
+        if group is not None and dist.get_rank(group) < 0:
+            raise ValueError(
+                mismatch(
+                    "group",
+                    "one that this rank belongs to",
+                    f"global rank {dist.get_rank()} outside of it",
+                    "Build the context on the group's ranks only.",
+                )
+            )
         self.group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
@@ -61,22 +82,21 @@ class MegaMoEContext:
         self.backend: str = capability.backend
         self.reason = capability.reason
         self.weight_geometry = WeightGeometry.of(
-            config, rank=self.rank, ep_size=self.world_size, alignment=BLOCK, device=self.device
+            config,
+            rank=self.rank,
+            ep_size=self.world_size,
+            alignment=intermediate_alignment(self.backend),
+            device=self.device,
         )
-        self.buffer_bytes = 0
         # Normal tensors even if the caller is in inference mode: graphs made outside it mutate
         # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
             self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
-            self._runtime: ReferenceRuntime | None = ReferenceRuntime(
-                num_experts=config.num_experts,
-                num_shared_experts=config.num_shared_experts,
-                swiglu_limit=config.swiglu_limit,
-                routed_scaling_factor=config.routed_scaling_factor,
-                device=self.device,
-                group=self.group,
+            self._runtime: AnyRuntime | None = make_runtime(
+                self.backend, config, self.device, self.group, num_sms
             )
+        self.buffer_bytes = self._runtime.buffer_bytes
         for tensor in (self.launch_count, self.num_valid):
             torch._dynamo.mark_static_address(tensor, guard=False)
         self.context_id = register_runtime(self._runtime)
@@ -140,9 +160,34 @@ class MegaMoEContext:
             )
 
     def warmup(self, buckets: Sequence[int]) -> None:
-        """Prepare every kernel that calls of these numbers of tokens can reach. Collective."""
+        """Compile and load every kernel that calls of these numbers of tokens reach. Collective.
+
+        Zero tokens are always prepared too: any rank may be idle. Launches count as others do.
+        """
         self.check_open()
+        assert self._runtime is not None
+        too_many = [count for count in buckets if count > self.config.max_tokens_per_rank]
+        if too_many:
+            raise CapacityError(
+                mismatch(
+                    "buckets",
+                    f"at most {self.config.max_tokens_per_rank} tokens (max_tokens_per_rank)",
+                    too_many,
+                    "Raise max_tokens_per_rank or drop the buckets.",
+                )
+            )
         self.barrier()
+        with torch.no_grad():
+            self._runtime.warmup(buckets, self._any_weights, self.launch_count)
+        self.barrier()
+
+    def _any_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Weights of this geometry for a launch that routes nothing."""
+        for layer in self.layers:
+            if layer.loaded:
+                return layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
+        weights = PreparedWeights.allocate(self.weight_geometry)
+        return weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
 
     def barrier(self) -> None:
         """Wait for the device and then for all ranks. Collective; not for a captured region."""
@@ -162,9 +207,38 @@ class MegaMoEContext:
         assert self._runtime is not None
         return int(self._runtime.invalid_count)
 
+    def reset(self) -> None:
+        """Zero the buffer after an aborted launch. Collective; all ranks have stopped launching.
+
+        The kernel keeps its barriers' state in the buffer: after a launch that one rank did not
+        finish this is the only way back. `launch_count` and `num_valid` start anew too.
+        """
+        self.check_open()
+        assert self._runtime is not None
+        self._runtime.reset()
+        self.launch_count.zero_()
+        self.num_valid.fill_(ALL_VALID)
+
     def close(self) -> None:
-        """Free the buffer. Idempotent; any later call through this context raises."""
-        self._runtime = None
+        """Free the buffer. Idempotent; any later call through this context raises.
+
+        Waits for this rank's own launches and for no peer, so that the order with the other
+        ranks' close() and with destroy_process_group is free.
+        """
+        runtime, self._runtime = self._runtime, None
+        if runtime is not None:
+            runtime.close()
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        """Refuse copy, deepcopy and pickle: a copy's counter and mask would not be the kernel's."""
+        raise MegaMoEError(
+            mismatch(
+                "copies of a MegaMoEContext",
+                "none",
+                "copy, deepcopy or pickle",
+                "Build another context and its layers, and use state_dict() for the weights.",
+            )
+        )
 
     def __enter__(self) -> MegaMoEContext:
         self.check_open()

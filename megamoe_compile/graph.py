@@ -38,9 +38,18 @@ class BucketSummary:
 
 @dataclasses.dataclass
 class _Captured:
-    run: Callable[[], None]
-    output: list[Any]  # the output tree, in a cell: the CPU path makes a new one each run
+    run: Callable[[], Any]  # returns the output tree: of the graph, or of this run on a CPU
     summary: BucketSummary
+
+
+@dataclasses.dataclass(frozen=True)
+class _Input:
+    """What a call of some number of tokens passes for one input, and where it is copied."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    target: Tensor
 
 
 class GraphRunner:
@@ -102,7 +111,9 @@ class GraphRunner:
             step, nn.Module
         ) else None
         self._captured: dict[int, _Captured] = {}
-        self._watched: list[tuple[str, dict[str, Any], str, int]] = []
+        self._watched: list[tuple[str, dict[str, Any], str]] = []
+        self._addresses: list[int] = []
+        self._inputs: dict[int, list[_Input]] = {}  # per number of tokens, made once each
         self._on_cuda = context.device.type == "cuda"
         self.graphs_compiled = 0
 
@@ -143,15 +154,15 @@ class GraphRunner:
             self._captured[bucket] = self._capture_bucket(bucket, pool)
         self.graphs_compiled = _compiled_graphs() - compiled_before
         self._watched = list(self._tensors_to_watch())
+        self._addresses = [owner[key].data_ptr() for _, owner, key in self._watched]
 
     def _capture_bucket(self, bucket: int, pool: Any) -> _Captured:
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info(self.context.device)[0] if self._on_cuda else 0
         views = {name: self._view(name, bucket) for name in self._static}
-        output: list[Any] = [None]
 
-        def run_step() -> None:
-            output[0] = self.step(**views)
+        def run_step() -> Any:
+            return self.step(**views)
 
         with torch.no_grad():
             self.context.num_valid.fill_(bucket)
@@ -166,9 +177,9 @@ class GraphRunner:
             max(used, 0),
             self._time(run, bucket),
         )
-        return _Captured(run, output, summary)
+        return _Captured(run, summary)
 
-    def _capture_cuda(self, run_step: Callable[[], None], pool: Any) -> Callable[[], None]:
+    def _capture_cuda(self, run_step: Callable[[], Any], pool: Any) -> Callable[[], Any]:
         # Warm up on the stream that captures: lazily made state belongs to a stream.
         stream = torch.cuda.Stream(self.context.device)
         stream.wait_stream(torch.cuda.current_stream(self.context.device))
@@ -182,23 +193,29 @@ class GraphRunner:
             torch.compiler.set_stance("fail_on_recompile"),
             torch.cuda.graph(graph, pool=pool, stream=stream),
         ):
-            run_step()
+            output = run_step()
             # The last node gives eager calls their rows back, at no host cost.
             self.context.num_valid.fill_(ALL_VALID)
         self.context.barrier()
-        return graph.replay
 
-    def _run_cpu(self, run_step: Callable[[], None]) -> Callable[[], None]:
+        def replay() -> Any:
+            graph.replay()
+            return output
+
+        return replay
+
+    def _run_cpu(self, run_step: Callable[[], Any]) -> Callable[[], Any]:
         run_step()
 
-        def run() -> None:
+        def run() -> Any:
             with torch.compiler.set_stance("fail_on_recompile"):
-                run_step()
+                output = run_step()
             self.context.num_valid.fill_(ALL_VALID)
+            return output
 
         return run
 
-    def _time(self, run: Callable[[], None], bucket: int) -> float:
+    def _time(self, run: Callable[[], Any], bucket: int) -> float:
         times = []
         for _ in range(TIMED_REPLAYS):
             with torch.no_grad():
@@ -212,7 +229,7 @@ class GraphRunner:
                 times.append(time.perf_counter() - start)
         return sorted(times)[len(times) // 2] * 1e6
 
-    def _tensors_to_watch(self) -> Iterable[tuple[str, dict[str, Any], str, int]]:
+    def _tensors_to_watch(self) -> Iterable[tuple[str, dict[str, Any], str]]:
         modules: dict[str, nn.Module] = {
             f"MegaMoE[{layer.index}]": layer for layer in self.context.layers
         }
@@ -227,7 +244,7 @@ class GraphRunner:
                 for key, tensor in owner.items():
                     if tensor is not None and (id(owner), key) not in seen:
                         seen.add((id(owner), key))
-                        yield f"{name}.{key}", owner, key, tensor.data_ptr()
+                        yield f"{name}.{key}", owner, key
 
     # -- replay ---------------------------------------------------------------------------------
 
@@ -257,23 +274,24 @@ class GraphRunner:
             raise NotWarmedUp(
                 mismatch("capture()", "called before the first step", "not called", "Call it.")
             )
-        self._check_inputs(num_tokens, inputs)
+        expected = self._inputs.get(num_tokens) or self._expect(num_tokens)
+        self._check_inputs(expected, inputs, num_tokens)
         bucket = self._pick(num_tokens, bucket)
         if bucket is None:
             return self.step(**inputs)
         self._check_addresses()
         captured = self._captured[bucket]
         with torch.no_grad():
-            for name, value in inputs.items():
-                static = self._static[name]
-                if self._rows[name] is not None:
-                    static = static[: value.shape[0]]
-                static.copy_(value, non_blocking=True)
+            torch._foreach_copy_(
+                [it.target for it in expected], [inputs[it.name] for it in expected], True
+            )
             self.context.num_valid.fill_(num_tokens)
-            captured.run()
+            output = captured.run()
             captured.summary.replays += 1
+            if type(output) is Tensor:
+                return self._real_rows(output, bucket, num_tokens)
             return pytree.tree_map_only(
-                Tensor, lambda t: self._real_rows(t, bucket, num_tokens), captured.output[0]
+                Tensor, lambda t: self._real_rows(t, bucket, num_tokens), output
             )
 
     def _pick(self, num_tokens: int, bucket: int | None) -> int | None:
@@ -303,7 +321,8 @@ class GraphRunner:
             )
         return bucket
 
-    def _check_inputs(self, num_tokens: int, inputs: Mapping[str, Tensor]) -> None:
+    def _expect(self, num_tokens: int) -> list[_Input]:
+        """What the inputs of a call of num_tokens tokens must be; kept for the next such call."""
         if num_tokens < 0 or num_tokens % self.width:
             raise ValueError(
                 mismatch(
@@ -311,28 +330,43 @@ class GraphRunner:
                     "Count requests x width.",
                 )
             )
+        expected = []
+        for name, static in self._static.items():
+            shape, target = static.shape, static
+            if self._rows[name] is not None:
+                count = self._count(name, num_tokens)
+                shape, target = torch.Size((count, *static.shape[1:])), static[:count]
+            expected.append(_Input(name, shape, static.dtype, target))
+        if num_tokens <= self.buckets[-1]:
+            self._inputs[num_tokens] = expected
+        return expected
+
+    def _check_inputs(
+        self, expected: list[_Input], inputs: Mapping[str, Tensor], num_tokens: int
+    ) -> None:
         if inputs.keys() != self._static.keys():
             raise ValueError(
                 mismatch("inputs", sorted(self._static), sorted(inputs), "Pass exactly these.")
             )
-        for name, value in inputs.items():
-            static = self._static[name]
-            if self._rows[name] is None:
-                expected = list(static.shape)
-            else:
-                expected = [self._count(name, num_tokens), *static.shape[1:]]
-            if list(value.shape) != expected or value.dtype != static.dtype:
+        for it in expected:
+            value = inputs[it.name]
+            if value.shape != it.shape or value.dtype is not it.dtype:
                 raise ValueError(
                     mismatch(
-                        f"input {name!r}",
-                        f"{static.dtype} {expected}",
+                        f"input {it.name!r}",
+                        f"{it.dtype} {list(it.shape)}",
                         f"{value.dtype} {list(value.shape)}",
                         f"num_tokens is {num_tokens}, width {self.width}.",
                     )
                 )
 
     def _check_addresses(self) -> None:
-        for name, owner, key, address in self._watched:
+        try:
+            if [owner[key].data_ptr() for _, owner, key in self._watched] == self._addresses:
+                return
+        except (AttributeError, KeyError):
+            pass  # one is gone; the search below names it
+        for (name, owner, key), address in zip(self._watched, self._addresses, strict=True):
             tensor = owner.get(key)
             if tensor is None or tensor.data_ptr() != address:
                 raise MegaMoEError(

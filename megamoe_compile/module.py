@@ -80,13 +80,15 @@ class MegaMoE(nn.Module):
         Raises:
             ValueError: shape, dtype or stride. CapacityError: T. ContextClosed, MegaMoEError.
         """
-        if not self.loaded:
+        buffers = self._buffers  # attribute access would search three dictionaries per tensor
+        w13 = buffers["w13"]
+        if w13 is None:
             raise MegaMoEError(
                 mismatch(
                     "weights of the layer", "loaded", "none", "Call load_weights or load_expert."
                 )
             )
-        if torch.is_grad_enabled() and hidden_states.requires_grad:
+        if hidden_states.requires_grad and torch.is_grad_enabled():
             raise MegaMoEError(
                 mismatch(
                     "gradient of hidden_states",
@@ -97,47 +99,25 @@ class MegaMoE(nn.Module):
             )
         if self.validate and not torch.compiler.is_compiling():
             _check_ids(topk_ids, self.context.config.num_experts)
+        if num_valid is None:
+            num_valid = buffers["num_valid"]
+        else:
+            num_valid = _as_tensor(num_valid, hidden_states)
         return cast(
             Tensor,
             fused_moe(
                 hidden_states,
                 topk_ids,
                 topk_weights,
-                self.w13,
-                self.w13_scale,
-                self.w2,
-                self.w2_scale,
-                self._num_valid(num_valid, hidden_states),
-                self.launch_count,
+                w13,
+                buffers["w13_scale"],
+                buffers["w2"],
+                buffers["w2_scale"],
+                num_valid,
+                buffers["launch_count"],
                 *self._constants,
             ),
         )
-
-    def _num_valid(self, num_valid: Tensor | int | None, rows: Tensor) -> Tensor:
-        if num_valid is None:
-            return self.num_valid
-        if isinstance(num_valid, Tensor):
-            if num_valid.dtype != torch.int32 or num_valid.numel() != 1:
-                raise ValueError(
-                    mismatch(
-                        "num_valid",
-                        "one int32",
-                        f"{num_valid.dtype} {list(num_valid.shape)}",
-                        "Pass torch.tensor([n], dtype=torch.int32) on the layer's device.",
-                    )
-                )
-            return num_valid.reshape(1)
-        if num_valid < 0 or num_valid > rows.shape[0]:
-            raise ValueError(
-                mismatch(
-                    "num_valid",
-                    f"0 to {rows.shape[0]}, the rows of hidden_states",
-                    num_valid,
-                    "Count this call's own rows.",
-                )
-            )
-        # A fill kernel, not a copy from the host: no synchronization.
-        return torch.full((1,), num_valid, dtype=torch.int32, device=rows.device)
 
     def load_weights(
         self,
@@ -171,28 +151,30 @@ class MegaMoE(nn.Module):
             w2_scale,
         )
         self._refuse_own(w13, w2)
-        if (
-            not self.loaded
-            and w13_scale is not None
-            and w2_scale is not None
-            and can_adopt(geometry, w13, w2)
-        ):
-            self._install(adopt(w13, w13_scale, w2, w2_scale))
-            return
-        # Global experts: this rank's slice. With one rank both readings are the same.
-        first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
-        prepared = self._prepared()
-        for row in range(geometry.num_local_experts):
-            source = first + row
-            write_expert(
-                prepared,
-                row,
-                geometry,
-                w13[source],
-                None if w13_scale is None else w13_scale[source],
-                w2[source],
-                None if w2_scale is None else w2_scale[source],
-            )
+        with torch.inference_mode(False), torch.no_grad():
+            if (
+                not self.loaded
+                and w13_scale is not None
+                and w2_scale is not None
+                and can_adopt(geometry, w13, w2)
+            ):
+                self._install(adopt(w13, w13_scale, w2, w2_scale))
+                return
+            # Global experts: this rank's slice. With one rank both readings are the same.
+            first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
+            prepared = self._prepared()
+            for row in range(geometry.num_local_experts):
+                source = first + row
+                write_expert(
+                    prepared,
+                    row,
+                    geometry,
+                    w13[source],
+                    None if w13_scale is None else w13_scale[source],
+                    w2[source],
+                    None if w2_scale is None else w2_scale[source],
+                )
+            self._install(prepared)
 
     def load_expert(
         self,
@@ -229,7 +211,10 @@ class MegaMoE(nn.Module):
         tensors = [None if t is None else t.unsqueeze(0) for t in (w13, w13_scale, w2, w2_scale)]
         check_checkpoint(geometry, (1,), *cast(Any, tensors))
         self._refuse_own(w13, w2)
-        write_expert(self._prepared(), row, geometry, w13, w13_scale, w2, w2_scale)
+        with torch.inference_mode(False), torch.no_grad():
+            prepared = self._prepared()
+            write_expert(prepared, row, geometry, w13, w13_scale, w2, w2_scale)
+            self._install(prepared)
 
     def _refuse_own(self, *sources: Tensor) -> None:
         if self.loaded:
@@ -245,9 +230,9 @@ class MegaMoE(nn.Module):
                 )
 
     def _prepared(self) -> PreparedWeights:
+        """The layer's storage, or new storage to install once it is written."""
         if not self.loaded:
-            with torch.inference_mode(False):
-                self._install(PreparedWeights.allocate(self.context.weight_geometry))
+            return PreparedWeights.allocate(self.context.weight_geometry)
         return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES))
 
     def _install(self, weights: PreparedWeights) -> None:
@@ -256,17 +241,46 @@ class MegaMoE(nn.Module):
         self.loaded = True
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Goes with state_dict: the layout that the saved weights are in."""
-        return {"layout_version": LAYOUT_VERSION}
+        """Goes with state_dict: the layout that the saved weights are in, and whose they are."""
+        first = self.context.weight_geometry.first_expert
+        return {"layout_version": LAYOUT_VERSION, "first_expert": first}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        version = state.get("layout_version")
-        if version != LAYOUT_VERSION:
-            raise ValueError(
-                mismatch(
-                    "layout_version", LAYOUT_VERSION, version, "Load the original checkpoint."
+        for name, expected in self.get_extra_state().items():
+            if state.get(name) != expected:
+                raise ValueError(
+                    mismatch(
+                        f"{name} of the saved weights",
+                        expected,
+                        state.get(name),
+                        "Load the original checkpoint.",
+                    )
                 )
-            )
+
+    def _load_from_state_dict(
+        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
+    ) -> None:
+        """Check everything before anything is written; a layer without storage gets some."""
+        extra = state_dict.get(f"{prefix}_extra_state")
+        if extra is not None:
+            self.set_extra_state(extra)
+        saved = {n: state_dict[prefix + n] for n in WEIGHT_NAMES if prefix + n in state_dict}
+        if len(saved) == len(WEIGHT_NAMES):
+            with torch.inference_mode(False):
+                prepared = self._prepared()
+            for name, got in saved.items():
+                own = getattr(prepared, name)
+                if got.shape != own.shape or got.dtype != own.dtype:
+                    raise ValueError(
+                        mismatch(
+                            f"{prefix}{name}: shape and dtype",
+                            f"{list(own.shape)} {own.dtype}",
+                            f"{list(got.shape)} {got.dtype}",
+                            "Load the original checkpoint.",
+                        )
+                    )
+            self._install(prepared)
+        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:
         """Keep the recipe's dtypes under model.to(dtype), and refuse to leave the device."""
@@ -303,3 +317,29 @@ def _check_ids(topk_ids: Tensor, num_experts: int) -> None:
                 "Fix the router; -1 skips a slot.",
             )
         )
+
+
+def _as_tensor(num_valid: Tensor | int, rows: Tensor) -> Tensor:
+    """num_valid as int32 [1] on the device, without a synchronization."""
+    if isinstance(num_valid, Tensor):
+        if num_valid.dtype != torch.int32 or num_valid.numel() != 1:
+            raise ValueError(
+                mismatch(
+                    "num_valid",
+                    "one int32",
+                    f"{num_valid.dtype} {list(num_valid.shape)}",
+                    "Pass torch.tensor([n], dtype=torch.int32) on the layer's device.",
+                )
+            )
+        return num_valid.reshape(1)
+    if num_valid < 0 or num_valid > rows.shape[0]:
+        raise ValueError(
+            mismatch(
+                "num_valid",
+                f"0 to {rows.shape[0]}, the rows of hidden_states",
+                num_valid,
+                "Count this call's own rows.",
+            )
+        )
+    # A fill kernel, not a copy from the host.
+    return torch.full((1,), num_valid, dtype=torch.int32, device=rows.device)

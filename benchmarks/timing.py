@@ -1,0 +1,148 @@
+"""Timing of captured GPU work, and the facts that a result file must carry.
+
+Method: each variant is captured once, many calls per graph, every call on fresh random inputs;
+variants are replayed in turn, so that a drift of clocks hits all alike; a time is the median over
+rounds of a replay's duration between two events, per call, and the spread is the interquartile
+range. Figures are compared within one run only.
+
+Traps, all met: zeros time faster than random data; one input set measures the L2 cache; events
+around a single short replay measure launch latency, hence many calls per graph.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one call."""
+
+    median: float
+    spread: float
+
+
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls in order. Each call runs once before, on the capturing stream."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    return graph
+
+
+def time_variants(
+    variants: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 30
+) -> dict[str, Timing]:
+    """Time each variant's calls, replayed in turn. Outputs of a call die with the graph pool."""
+    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    samples: dict[str, list[float]] = {name: [] for name in graphs}
+    for graph, _ in graphs.values():
+        for _ in range(3):
+            graph.replay()
+    for _ in range(rounds):
+        for name, (graph, calls) in graphs.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            samples[name].append(start.elapsed_time(end) * 1000 / calls)
+    result = {}
+    for name, values in samples.items():
+        low, _, high = statistics.quantiles(values, n=4)
+        result[name] = Timing(statistics.median(values), high - low)
+    return result
+
+
+def host_time(call: Callable[[], object], calls: int = 200) -> float:
+    """Microseconds of host time of one call, the median; the queue is kept from filling up."""
+    import time
+
+    samples = []
+    for _ in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        call()
+        samples.append((time.perf_counter_ns() - start) / 1000)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def copy_bandwidth(gigabytes: float = 4.0) -> float:
+    """Bytes per second of a device-to-device copy, counting bytes read and bytes written.
+
+    Eager, between events: inside a graph a copy becomes a memcpy node, which is slower.
+    """
+    source = torch.randint(0, 2**31 - 1, (int(gigabytes * 1e9) // 4,), device="cuda").int()
+    target = torch.empty_like(source)
+    samples = []
+    for _ in range(12):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        target.copy_(source)
+        end.record()
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / 1000)
+    return 2 * source.nbytes / statistics.median(samples[2:])
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, versions, commit and date."""
+
+    def run(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        return done.stdout.strip()
+
+    from megamoe_compile.custom_ops.deep_gemm import installed_version
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpu": torch.cuda.get_device_name(),
+        "driver": run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "sgl-deep-gemm": installed_version(),
+        "python": platform.python_version(),
+        "commit": run("git", "rev-parse", "--short", "HEAD"),
+        "uncommitted_changes": bool(run("git", "status", "--porcelain")),
+    }
+
+
+def write_results(path: Path, data: Mapping[str, Any], table: str) -> None:
+    """path.json and path.md."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+    path.with_suffix(".md").write_text(table)
+
+
+def markdown(rows: Sequence[Mapping[str, object]]) -> str:
+    """A Markdown table of rows with the same keys; floats with three significant digits."""
+
+    def cell(value: object) -> str:
+        return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+    names = list(rows[0])
+    lines = ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
+    lines += ["| " + " | ".join(cell(row[name]) for name in names) + " |" for row in rows]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,199 @@
+"""Compile CUDA sources of csrc/ with nvcc into a shared library that ctypes loads.
+
+The libraries have a C interface: no torch headers, no ninja, one build for every torch version.
+Environment variables are read when a build is asked for, never by a launch.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import BackendUnavailable, mismatch
+
+CSRC = Path(__file__).resolve().parent.parent / "csrc"
+BUILD_SECONDS = 600  # a compiler that takes longer hangs
+
+
+@dataclass(frozen=True)
+class KernelResources:
+    """What ptxas gave one kernel: registers per thread, and bytes of spills and of stack."""
+
+    name: str
+    registers: int
+    spill_stores: int
+    spill_loads: int
+    stack: int
+
+
+def find_nvcc() -> Path:
+    """The nvcc of CUDA_HOME, CUDA_PATH, PATH or /usr/local/cuda, in this order.
+
+    Raises:
+        BackendUnavailable: none of them has one.
+    """
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    candidates = [Path(home) / "bin" / "nvcc" for home in homes if home]
+    on_path = shutil.which("nvcc")
+    candidates += [Path(on_path)] if on_path else []
+    candidates.append(Path("/usr/local/cuda/bin/nvcc"))
+    for candidate in candidates:
+        if candidate.is_file() and os.access(candidate, os.X_OK):
+            return candidate
+    raise BackendUnavailable(
+        mismatch(
+            "CUDA compiler",
+            "nvcc of CUDA 12.3 or later",
+            "none at " + ", ".join(map(str, candidates)),
+            "Install the CUDA toolkit, or set CUDA_HOME to it.",
+        )
+    )
+
+
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    try:
+        return subprocess.run(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            timeout=BUILD_SECONDS,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, -1, stdout=str(error))
+
+
+def _checked(command: Sequence[str], what: str) -> str:
+    result = _run(command)
+    if result.returncode != 0:
+        tail = "\n".join(result.stdout.strip().splitlines()[-20:])
+        raise BackendUnavailable(
+            mismatch(
+                what,
+                "exit status 0",
+                f"{result.returncode} from `{' '.join(command)}`:\n{tail}\n",
+                "Fix what the compiler names; CUDA_HOME selects another toolkit.",
+            )
+        )
+    return result.stdout
+
+
+def default_cache_dir() -> Path:
+    """$XDG_CACHE_HOME/megamoe_compile, or ~/.cache/megamoe_compile."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "megamoe_compile"
+
+
+def build(
+    name: str, sources: Sequence[str], arch: str = "90a", cache_dir: Path | None = None
+) -> Path:
+    """Compile `sources` (names below csrc/) for sm_`arch`, or find an earlier build.
+
+    The file name has a hash of the sources, the flags and the compiler's version. Processes may
+    race: each writes its own temporary directory and renames the result into place. Beside the
+    library lies the compiler's log, which `resource_report` reads.
+
+    Raises:
+        BackendUnavailable: no nvcc, no sources, or a failed build (with its last lines).
+    """
+    nvcc = str(find_nvcc())
+    paths = [CSRC / source for source in sources]
+    flags = [
+        "-O3",
+        "-std=c++17",
+        "-shared",
+        "-Xcompiler=-fPIC",
+        f"-gencode=arch=compute_{arch},code=sm_{arch}",
+        "-Xptxas=-v,-warn-spills",
+    ]
+    digest = hashlib.sha256()
+    for part in (*flags, *sources, _checked([nvcc, "--version"], "nvcc --version")):
+        digest.update(part.encode() + b"\0")
+    try:
+        for path in (*paths, *sorted(CSRC.glob("*.cuh"))):  # any header may be included
+            digest.update(path.read_bytes() + b"\0")
+    except OSError as error:
+        raise BackendUnavailable(
+            mismatch(
+                "CUDA sources", f"{list(sources)} in {CSRC}", error, "Install the package again."
+            )
+        ) from error
+    directory = cache_dir if cache_dir is not None else default_cache_dir()
+    library = directory / f"{name}-{digest.hexdigest()[:16]}.so"
+    if library.exists():
+        return library
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        temporary = tempfile.TemporaryDirectory(dir=directory, prefix=f"{name}-")
+    except OSError as error:
+        raise BackendUnavailable(
+            mismatch(
+                "cache of compiled kernels",
+                f"a writable {directory}",
+                error,
+                "Set XDG_CACHE_HOME to a writable directory.",
+            )
+        ) from error
+    with temporary as scratch:
+        built = Path(scratch) / library.name
+        log = _checked(
+            [nvcc, *flags, "-o", str(built), *map(str, paths)],
+            f"nvcc build of {name} for sm_{arch}",
+        )
+        built.with_suffix(".log").write_text(log)
+        # The library comes last: where it is, its log is too.
+        built.with_suffix(".log").replace(library.with_suffix(".log"))
+        built.replace(library)
+    return library
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Load a library made by `build`.
+
+    Raises:
+        BackendUnavailable: the loader refuses it, for instance on a cache shared with another OS.
+    """
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise BackendUnavailable(
+            mismatch(
+                "compiled kernels",
+                f"{library} to load",
+                error,
+                "Delete the file; the next construction builds it again.",
+            )
+        ) from error
+
+
+_ENTRY = re.compile(
+    r"Compiling entry function '(?P<name>\w+)'.*?"
+    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
+    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
+    re.DOTALL,
+)
+
+
+def resource_report(library: Path) -> list[KernelResources]:
+    """Registers and spills of each kernel of a library made by `build`, from its log."""
+    log = library.with_suffix(".log").read_text()
+    return [
+        KernelResources(
+            name=match["name"],
+            registers=int(match["registers"]),
+            spill_stores=int(match["stores"]),
+            spill_loads=int(match["loads"]),
+            stack=int(match["stack"]),
+        )
+        for match in _ENTRY.finditer(log)
+    ]

@@ -1,0 +1,495 @@
+"""The `deep_gemm` backend: DeepGEMM's SM90 MegaMoE kernel. The only file that imports deep_gemm.
+
+Three generations of the sgl-deep-gemm wheel differ in binding and in arguments; `load_api` picks
+one by the wheel's version, once. Nothing here looks at a signature, and nothing is decided per
+call that construction could decide.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import BackendUnavailable, MegaMoEError, NotWarmedUp, mismatch
+from .pre_dispatch import PreDispatch, Routing, StagingBuffer
+from .reference import FP8
+from .symmetric import SymmetricBuffer, ranks_on_my_device
+
+DISTRIBUTION = "sgl-deep-gemm"
+MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
+INTERMEDIATE_ALIGNMENT = 256  # its tiles of w13 are 512 rows at the most
+JIT_CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
+Version = tuple[int, ...]
+
+# torch release -> (lowest wheel, first wheel that no longer fits, wheel to install). A wheel links
+# against one torch; a wrong pair often imports and fails at the first call. 2.11 was run, the
+# others follow SGLang's pins.
+WHEELS: dict[Version, tuple[str, str, str]] = {
+    (2, 11): ("0.1.4.post1", "0.1.5.post3", "0.1.5.post1"),
+    (2, 13): ("0.1.5.post3", "0.2.2", "0.2.0"),
+    (2, 14): ("0.2.2", "1", "0.2.5"),
+}
+
+
+def parse_version(text: str) -> Version:
+    """Release numbers, then the post number (0 if none): "0.1.5.post1" -> (0, 1, 5, 1)."""
+    match = re.match(r"(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:\.post(\d+))?", text)
+    if match is None:
+        raise ValueError(mismatch("version", "digits and dots", repr(text), "Reinstall the wheel."))
+    return tuple(int(part or 0) for part in match.groups())
+
+
+def installed_version() -> str | None:
+    """Version of the installed wheel, without importing it."""
+    try:
+        return importlib.metadata.version(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def wheel_problem(wheel: str | None, torch_version: str) -> str | None:
+    """Why this wheel cannot work with this torch, and what to install; None if it can."""
+    release = parse_version(torch_version)[:2]
+    known = WHEELS.get(release)
+    if known is None:
+        if wheel is not None:
+            return None  # a torch that this table does not know: the real call decides
+        return mismatch(
+            DISTRIBUTION,
+            f"a wheel built for torch {torch_version}",
+            "none installed",
+            f"Wheels are known for torch {', '.join('.'.join(map(str, r)) for r in WHEELS)}.",
+        )
+    lowest, too_new, right = known
+    cure = f"Run: pip install --no-deps {DISTRIBUTION}=={right}"
+    if parse_version(right) < (0, 2, 3):
+        cure += " apache-tvm-ffi==0.1.11"
+    expected = f"{right} for torch {torch_version}"
+    if wheel is None:
+        return mismatch(DISTRIBUTION, expected, "none installed", cure)
+    if not parse_version(lowest) <= parse_version(wheel) < parse_version(too_new):
+        return mismatch(DISTRIBUTION, expected, wheel, cure)
+    return None
+
+
+def shape_problem(
+    wheel: str, hidden_size: int, intermediate_size: int, num_slots: int, ep_size: int
+) -> str | None:
+    """What the kernel refuses about a shape (intermediate_size as padded), or None."""
+    hidden_alignment = 512 if parse_version(wheel) >= (0, 2, 5) else 128
+    if hidden_size % hidden_alignment:
+        return mismatch(
+            "hidden_size",
+            f"a multiple of {hidden_alignment} ({DISTRIBUTION} {wheel})",
+            hidden_size,
+            "Use backend='triton'.",
+        )
+    if intermediate_size > MAX_INTERMEDIATE or intermediate_size % INTERMEDIATE_ALIGNMENT:
+        return mismatch(
+            "padded intermediate_size",
+            f"a multiple of {INTERMEDIATE_ALIGNMENT}, at most {MAX_INTERMEDIATE}",
+            intermediate_size,
+            "Use backend='triton'.",
+        )
+    if num_slots > 32 or ep_size > 72:
+        return mismatch(
+            "(top_k + num_shared_experts, ranks)",
+            "at most (32, 72)",
+            (num_slots, ep_size),
+            "Use backend='triton'.",
+        )
+    return None
+
+
+def set_jit_cache_dir(path: str | os.PathLike[str]) -> None:
+    """Keep DeepGEMM's compiled kernels under `path`. Before the first kernel of the process."""
+    os.environ[JIT_CACHE_VARIABLE] = os.fspath(path)
+
+
+class Api(Protocol):
+    """What this project needs of one generation of the wheel."""
+
+    wheel: str
+    intermediate_group: int  # columns per scale of the second GEMM's input
+    early_trigger: bool  # whether the mega kernel waits for its predecessor in a programmatic launch
+
+    def token_alignment(self) -> int: ...
+
+    def buffer_bytes(self, layout: Sequence[object]) -> int: ...
+
+    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
+        """x, x_scale, topk_ids and topk_weights inside the buffer."""
+
+    def bind(
+        self,
+        buffer: Tensor,
+        pointers: list[int],
+        rank: int,
+        capacity: int,
+        num_experts: int,
+        num_slots: int,
+        swiglu_limit: float | None,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
+        """The launch: (y, w13, w13_scale, w2, w2_scale) on the current stream."""
+
+    def get_num_sms(self) -> int: ...
+
+    def set_num_sms(self, num_sms: int) -> None: ...
+
+
+RECIPE = (128, 128, 128)
+
+
+class TvmFfiApi:
+    """Wheels up to 0.2.2: functions of a tvm-ffi module. Run on hardware with 0.1.5.post1."""
+
+    intermediate_group = 64
+    early_trigger = False
+
+    def __init__(self, wheel: str, deep_gemm: Any) -> None:
+        self.wheel = wheel
+        self._c = deep_gemm._C
+
+    def token_alignment(self) -> int:
+        return int(self._c.get_token_alignment_for_mega_moe())
+
+    def buffer_bytes(self, layout: Sequence[object]) -> int:
+        return int(self._c.get_symm_buffer_size_for_sm90_mega_moe(*layout)[0])
+
+    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
+        slice_buffer = self._c.get_symm_buffer_size_for_sm90_mega_moe(*layout)[1]
+        views = [
+            view if isinstance(view, Tensor) else torch.utils.dlpack.from_dlpack(view)
+            for view in slice_buffer(buffer)[:4]
+        ]
+        views[0] = views[0].view(FP8)  # e4m3 travels as bytes
+        return views
+
+    def bind(
+        self,
+        buffer: Tensor,
+        pointers: list[int],
+        rank: int,
+        capacity: int,
+        num_experts: int,
+        num_slots: int,
+        swiglu_limit: float | None,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
+        import tvm_ffi
+
+        kernel = self._c.fp8_mega_moe
+        # Converted once: a launch then converts only the output and the weights.
+        fixed = (
+            None,
+            tvm_ffi.from_dlpack(buffer),
+            tvm_ffi.convert(pointers),
+            rank,
+            capacity,
+            num_experts,
+            num_slots,
+            tvm_ffi.convert(RECIPE),
+            "swiglu",
+            swiglu_limit,
+            True,
+        )
+
+        def launch(y: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
+            kernel(y, w13, w13_scale, w2, w2_scale, *fixed)
+
+        return launch
+
+    def get_num_sms(self) -> int:
+        return int(self._c.get_num_sms())
+
+    def set_num_sms(self, num_sms: int) -> None:
+        self._c.set_num_sms(num_sms)
+
+
+class TorchOpsApi:
+    """Wheels 0.2.3 and 0.2.4: torch.ops.deep_gemm. Checked against schemas, not run on hardware."""
+
+    intermediate_group = 64
+    early_trigger = False
+    takes_bound = False
+
+    def __init__(self, wheel: str, ops: Any) -> None:
+        self.wheel = wheel
+        self._ops = ops
+
+    def token_alignment(self) -> int:
+        return int(self._ops.get_token_alignment_for_sm90_mega_moe.default())
+
+    def buffer_bytes(self, layout: Sequence[object]) -> int:
+        return int(self._ops.get_symm_buffer_size_for_sm90_mega_moe.default(*layout))
+
+    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
+        return list(self._ops.slice_symm_buffer_for_sm90_mega_moe.default(buffer, *layout)[:4])
+
+    def bind(
+        self,
+        buffer: Tensor,
+        pointers: list[int],
+        rank: int,
+        capacity: int,
+        num_experts: int,
+        num_slots: int,
+        swiglu_limit: float | None,
+    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
+        kernel = self._ops.fp8_mega_moe.default
+        fixed = (
+            None,
+            buffer,
+            pointers,
+            rank,
+            capacity,
+            num_experts,
+            num_slots,
+            RECIPE,
+            "swiglu",
+            swiglu_limit,
+            True,
+        )
+        if self.takes_bound and len(pointers) == 1:
+
+            def launch(y: Tensor, *weights: Tensor) -> None:
+                kernel(y, *weights, *fixed, y.shape[0])
+
+        else:
+            # The bound must hold on every rank, and this rank knows only its own tokens: 0 stands
+            # for the capacity.
+            def launch(y: Tensor, *weights: Tensor) -> None:
+                kernel(y, *weights, *fixed)
+
+        return launch
+
+    def get_num_sms(self) -> int:
+        return int(self._ops.get_num_sms.default())
+
+    def set_num_sms(self, num_sms: int) -> None:
+        self._ops.set_num_sms.default(num_sms)
+
+
+class BoundedApi(TorchOpsApi):
+    """Wheels from 0.2.5: `num_tokens_bound`, a scale per 128 columns between the GEMMs, and a mega
+    kernel that waits for its predecessor. Checked against schemas, not run on hardware."""
+
+    intermediate_group = 128
+    early_trigger = True
+    takes_bound = True
+
+
+def load_api() -> Api:
+    """Import deep_gemm and wrap the generation that is installed.
+
+    Raises:
+        BackendUnavailable: no wheel, one for another torch, or one that does not load.
+    """
+    wheel = installed_version()
+    problem = wheel_problem(wheel, torch.__version__)
+    if wheel is None or problem is not None:
+        raise BackendUnavailable(problem)
+    try:
+        import deep_gemm
+    except Exception as error:  # a wrong pair fails in many ways: OSError, ImportError, ...
+        raise BackendUnavailable(
+            mismatch(
+                f"import of {DISTRIBUTION} {wheel}",
+                f"a library that loads with torch {torch.__version__}",
+                f"{type(error).__name__}: {error}",
+                "Reinstall the wheel that fits this torch, with --no-deps.",
+            )
+        ) from error
+    version = parse_version(wheel)
+    if version < (0, 2, 3):
+        return TvmFfiApi(wheel, deep_gemm)
+    ops = torch.ops.deep_gemm
+    return BoundedApi(wheel, ops) if version >= (0, 2, 5) else TorchOpsApi(wheel, ops)
+
+
+class DeepGemmRuntime:
+    """One rank's symmetric buffer, staging kernel and mega kernel. Construction is collective.
+
+    Args:
+        intermediate_size: padded to a multiple of 256. capacity: tokens per rank.
+        num_sms: SMs that the kernel's grid takes, even; None for all, or for this rank's share
+            where several ranks run on one GPU (the kernel spins until its whole grid is resident).
+    """
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_shared_experts: int,
+        top_k: int,
+        capacity: int,
+        swiglu_limit: float | None,
+        routed_scaling_factor: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        num_sms: int | None = None,
+    ) -> None:
+        self.device = device
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.api = load_api()
+        self.intermediate_group = self.api.intermediate_group
+        self.top_k = top_k
+        num_slots = top_k + num_shared_experts
+        rows = num_experts // self.world_size + num_shared_experts
+        self._weight_shape = (rows, 2 * intermediate_size, hidden_size)
+        alignment = self.api.token_alignment()
+        padded_capacity = math.ceil(capacity / alignment) * alignment
+        layout = (
+            self.world_size,
+            rows * self.world_size,
+            padded_capacity,
+            num_slots,
+            hidden_size,
+            intermediate_size,
+            True,
+            "swiglu",
+        )
+        self.buffer_bytes = self.api.buffer_bytes(layout)
+        self.buffer = SymmetricBuffer(self.buffer_bytes, device, group)
+        self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
+        x, scale, ids, weights = self.api.input_views(self.buffer.tensor, layout)
+        self._stage = PreDispatch(
+            StagingBuffer(x, scale, ids, weights),
+            Routing(
+                num_experts,
+                num_experts // self.world_size,
+                num_shared_experts,
+                self.rank,
+                routed_scaling_factor,
+            ),
+            self.invalid_count,
+            early_trigger=self.api.early_trigger,
+        )
+        mega = self.api.bind(
+            self.buffer.tensor,
+            self.buffer.pointers,
+            self.rank,
+            padded_capacity,
+            rows * self.world_size,
+            num_slots,
+            swiglu_limit,
+        )
+        sharers = ranks_on_my_device(self.buffer.peers, self.rank)
+        if num_sms is None and sharers > 1:
+            all_sms = torch.cuda.get_device_properties(device).multi_processor_count
+            num_sms = all_sms // sharers // 2 * 2
+        self._mega = mega if num_sms is None else self._with_num_sms(mega, num_sms)
+        self._warm: set[int] = set()
+        self._raw_stream = torch._C._cuda_getCurrentRawStream  # 20 times faster than the object
+        self._current_device = torch._C._cuda_getDevice
+
+    def _with_num_sms(self, mega: Callable[..., object], num_sms: int) -> Callable[..., object]:
+        # DeepGEMM's setting is process-wide: other calls of the process must find their own again.
+        get, put = self.api.get_num_sms, self.api.set_num_sms
+
+        def launch(*args: Tensor) -> None:
+            before = get()
+            put(num_sms)
+            try:
+                mega(*args)
+            finally:
+                put(before)
+
+        return launch
+
+    def launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `library.Runtime`. A number of tokens that was never launched may compile here."""
+        tokens = x.shape[0]
+        if tokens not in self._warm:
+            self._first_launch(tokens, w13)
+        index = self.device.index
+        if self._current_device() != index:
+            raise MegaMoEError(
+                mismatch(
+                    "current CUDA device",
+                    self.device,
+                    self._current_device(),
+                    "Call under torch.cuda.device(context.device).",
+                )
+            )
+        stream = self._raw_stream(index)
+        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, stream)
+        self._mega(out, w13, w13_scale, w2, w2_scale)
+
+    def _first_launch(self, tokens: int, w13: Tensor) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            raise NotWarmedUp(
+                mismatch(
+                    f"capture of {tokens} tokens",
+                    "a kernel compiled and loaded by warm-up",
+                    f"warm-up of {sorted(self._warm) or 'nothing'}",
+                    f"Call context.warmup([{tokens}, ...]) on all ranks before capture.",
+                )
+            )
+        if tuple(w13.shape) != self._weight_shape:
+            raise ValueError(
+                mismatch(
+                    "w13.shape",
+                    list(self._weight_shape),
+                    list(w13.shape),
+                    "The weights must be prepared for this context's geometry.",
+                )
+            )
+        self._warm.add(tokens)
+
+    def warmup(
+        self,
+        token_counts: Sequence[int],
+        weights: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]],
+        launch_count: Tensor,
+    ) -> None:
+        """Compile and load every kernel that these numbers of tokens reach. Collective.
+
+        In each round the ranks launch different numbers of tokens, so that they compile different
+        variants at the same time and find the others' in the cache on disk.
+        """
+        counts = sorted({0, *token_counts})
+        any_weights = weights()
+        hidden, top_k = self._weight_shape[2], self.top_k
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+        for turn in range(len(counts)):
+            tokens = counts[(turn + self.rank) % len(counts)]
+            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=self.device)
+            ids = torch.full((tokens, top_k), -1, dtype=torch.int32, device=self.device)
+            scores = torch.zeros(tokens, top_k, device=self.device)
+            out = torch.empty_like(x)
+            self.launch(x, ids, scores, *any_weights, nothing, launch_count, out)
+            torch.cuda.synchronize(self.device)
+            if self.group is not None:
+                dist.barrier(group=self.group)
+
+    def reset(self) -> None:
+        """Zero the buffer on all ranks. Collective."""
+        self.buffer.reset()
+
+    def close(self) -> None:
+        """Wait for this rank's launches, then let go of the buffer. Never waits for a peer."""
+        torch.cuda.synchronize(self.device)
