@@ -32,6 +32,8 @@ from benchmarks.timing import (
     time_variants,
     write_results,
 )
+from megamoe_compile.context import ALL_VALID
+from megamoe_compile.custom_ops import library
 from megamoe_compile.custom_ops.reference import moe_reference
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -58,8 +60,7 @@ class Bench:
         weights = weights / weights.sum(-1, keepdim=True)
         shape = (tokens, self.config.hidden_size)
         return [
-            (torch.randn(shape, device="cuda").bfloat16(), ids.int(), weights)
-            for _ in range(calls)
+            (torch.randn(shape, device="cuda").bfloat16(), ids.int(), weights) for _ in range(calls)
         ]
 
     def pairs(self, inputs: list[Inputs]) -> list[tuple[Inputs, mm.MegaMoE]]:
@@ -108,13 +109,24 @@ def raw_calls(bench: Bench) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
     def pre_dispatch(x: Tensor, ids: Tensor, weights: Tensor) -> None:
         deep_gemm.mega_moe_pre_dispatch_sm90(
-            x, ids, weights, buffer.x, buffer.scale, buffer.ids, buffer.weights, x.shape[0], 128,
+            x,
+            ids,
+            weights,
+            buffer.x,
+            buffer.scale,
+            buffer.ids,
+            buffer.weights,
+            x.shape[0],
+            128,
             bench.config.routed_scaling_factor,
         )
 
     def mega(y: Tensor, layer: mm.MegaMoE) -> None:
         deep_gemm.fp8_mega_moe(
-            y, (layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale), symmetric,
+            y,
+            (layer.w13, layer.w13_scale),
+            (layer.w2, layer.w2_scale),
+            symmetric,
             activation_clamp=bench.config.swiglu_limit,
         )
 
@@ -148,8 +160,15 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
     (x, ids, weights), layer = pairs[0]
     got = layer(x, ids, weights).float()
     want = moe_reference(
-        x, ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale,
-        swiglu_limit=config.swiglu_limit, routed_scaling_factor=config.routed_scaling_factor,
+        x,
+        ids,
+        weights,
+        layer.w13,
+        layer.w13_scale,
+        layer.w2,
+        layer.w2_scale,
+        swiglu_limit=config.swiglu_limit,
+        routed_scaling_factor=config.routed_scaling_factor,
         intermediate_group=group,
     ).float()
     return {
@@ -188,23 +207,39 @@ def padding(bench: Bench, rounds: int) -> dict[str, float]:
 
 
 def host(bench: Bench) -> dict[str, float]:
-    """Host microseconds of an eager layer call, of the raw calls, and of a replay."""
+    """Host microseconds: an eager call and its parts, the raw calls, and a replay and its parts.
+
+    `python_op_us` is the call where C++ does not take it: a first launch, an SM budget, a wheel
+    without a C interface.
+    """
     (a,), layer = bench.inputs(8, calls=1), bench.layers[0]
     pre_dispatch, mega = raw_calls(bench)
     y = torch.empty_like(a[0])
+    arguments = (*a, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+    arguments = (*arguments, layer.num_valid, layer.launch_count, *layer._constants)
     names = ("hidden_states", "topk_ids", "topk_weights")
     kwargs = dict(zip(names, a, strict=True))
-    runner = mm.GraphRunner(layer, kwargs, [8], bench.context)
-    runner.capture(progress=False)
-    graph = runner._captured[8].run
+    copying, viewing = (
+        mm.GraphRunner(layer, kwargs, [8], bench.context, copy_outputs=copy)
+        for copy in (True, False)
+    )
+    for runner in (copying, viewing):
+        runner.capture(progress=False)
+    graph, write = copying._captured[8].run, copying._expect(8).write
     with torch.no_grad():
-        return {
+        times = {
             "eager_layer_us": host_time(lambda: layer(*a)),
+            "op_us": host_time(lambda: library.fused_moe(*arguments)),
+            "python_op_us": host_time(lambda: library._fused_moe(*arguments)),
             "raw_pre_dispatch_us": host_time(lambda: pre_dispatch(*a)),
             "raw_mega_us": host_time(lambda: mega(y, layer)),
             "bare_graph_replay_us": host_time(graph),
-            "runner_call_us": host_time(lambda: runner(num_tokens=8, **kwargs)),
+            "input_copy_us": host_time(lambda: write(a)),
+            "runner_call_us": host_time(lambda: copying(num_tokens=8, **kwargs)),
+            "runner_call_views_us": host_time(lambda: viewing(num_tokens=8, **kwargs)),
         }
+        bench.context.num_valid.fill_(ALL_VALID)  # `write` alone leaves 8 there
+    return times
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
@@ -220,8 +255,13 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         tokens = [row["tokens"] for row in mine]
         for key, style in LINES:
             axis.plot(tokens, [row[key] for row in mine], style, label=key.removesuffix("_us"))
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer",
-                 title=f"{experts} local experts")
+        axis.set(
+            xscale="log",
+            yscale="log",
+            xlabel="tokens",
+            ylabel="us per layer",
+            title=f"{experts} local experts",
+        )
         axis.legend()
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=120)

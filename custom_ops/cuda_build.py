@@ -1,6 +1,7 @@
-"""Compile CUDA sources of csrc/ with nvcc into a shared library that ctypes loads.
+"""Compile sources of csrc/ into a shared library that ctypes loads; no ninja.
 
-The libraries have a C interface: no torch headers, no ninja, one build for every torch version.
+`build` takes CUDA sources: no torch headers, one build for every torch version. `build_extension`
+takes C++ sources that need torch's headers: one build per torch version. All have a C interface.
 Environment variables are read when a build is asked for, never by a launch.
 """
 
@@ -16,6 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from .errors import BackendUnavailable, mismatch
 
@@ -58,6 +61,28 @@ def find_nvcc() -> Path:
     )
 
 
+def find_cxx() -> Path:
+    """The C++ compiler that CXX names, or else g++, c++ or clang++ of PATH, in this order.
+
+    Raises:
+        BackendUnavailable: there is none.
+    """
+    asked = os.environ.get("CXX")
+    names = [asked] if asked else ["g++", "c++", "clang++"]
+    for name in names:
+        found = shutil.which(name)
+        if found is not None:
+            return Path(found)
+    raise BackendUnavailable(
+        mismatch(
+            "C++ compiler",
+            " or ".join(names) + " on PATH, with C++20",
+            "none",
+            "Run: apt-get install g++, or set CXX.",
+        )
+    )
+
+
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -82,7 +107,7 @@ def _checked(command: Sequence[str], what: str) -> str:
                 what,
                 "exit status 0",
                 f"{result.returncode} from `{' '.join(command)}`:\n{tail}\n",
-                "Fix what the compiler names; CUDA_HOME selects another toolkit.",
+                "Fix what the compiler names; CUDA_HOME and CXX select another one.",
             )
         )
     return result.stdout
@@ -97,17 +122,13 @@ def default_cache_dir() -> Path:
 def build(
     name: str, sources: Sequence[str], arch: str = "90a", cache_dir: Path | None = None
 ) -> Path:
-    """Compile `sources` (names below csrc/) for sm_`arch`, or find an earlier build.
+    """Compile CUDA `sources` (names below csrc/) for sm_`arch`, or find an earlier build.
 
-    The file name has a hash of the sources, the flags and the compiler's version. Processes may
-    race: each writes its own temporary directory and renames the result into place. Beside the
-    library lies the compiler's log, which `resource_report` reads.
+    Beside the library lies the compiler's log, which `resource_report` reads.
 
     Raises:
         BackendUnavailable: no nvcc, no sources, or a failed build (with its last lines).
     """
-    nvcc = str(find_nvcc())
-    paths = [CSRC / source for source in sources]
     flags = [
         "-O3",
         "-std=c++17",
@@ -116,17 +137,54 @@ def build(
         f"-gencode=arch=compute_{arch},code=sm_{arch}",
         "-Xptxas=-v,-warn-spills",
     ]
+    what = f"nvcc build of {name} for sm_{arch}"
+    return _build(what, name, find_nvcc(), sources, flags, cache_dir)
+
+
+def build_extension(name: str, sources: Sequence[str], cache_dir: Path | None = None) -> Path:
+    """Compile C++ `sources` (names below csrc/) for the torch in use, or find an earlier build.
+
+    Raises:
+        BackendUnavailable: no C++ compiler, no sources, or a failed build (with its last lines).
+    """
+    root = Path(torch.__file__).parent
+    flags = [
+        "-O2",
+        "-std=c++20",
+        "-shared",
+        "-fPIC",
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        "-isystem",
+        str(root / "include"),
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
+    what = f"C++ build of {name} for torch {torch.__version__}"
+    return _build(what, name, find_cxx(), sources, flags, cache_dir)
+
+
+def _build(
+    what: str,
+    name: str,
+    compiler: Path,
+    sources: Sequence[str],
+    flags: Sequence[str],
+    cache_dir: Path | None,
+) -> Path:
+    """The file name has a hash of the sources, the flags and the compiler's version. Processes may
+    race: each writes its own temporary directory and renames the result into place."""
+    paths = [CSRC / source for source in sources]
     digest = hashlib.sha256()
-    for part in (*flags, *sources, _checked([nvcc, "--version"], "nvcc --version")):
+    version = _checked([str(compiler), "--version"], f"{compiler.name} --version")
+    for part in (what, *flags, *sources, version):
         digest.update(part.encode() + b"\0")
     try:
         for path in (*paths, *sorted(CSRC.glob("*.cuh"))):  # any header may be included
             digest.update(path.read_bytes() + b"\0")
     except OSError as error:
         raise BackendUnavailable(
-            mismatch(
-                "CUDA sources", f"{list(sources)} in {CSRC}", error, "Install the package again."
-            )
+            mismatch("sources", f"{list(sources)} in {CSRC}", error, "Install the package again.")
         ) from error
     directory = cache_dir if cache_dir is not None else default_cache_dir()
     library = directory / f"{name}-{digest.hexdigest()[:16]}.so"
@@ -146,10 +204,8 @@ def build(
         ) from error
     with temporary as scratch:
         built = Path(scratch) / library.name
-        log = _checked(
-            [nvcc, *flags, "-o", str(built), *map(str, paths)],
-            f"nvcc build of {name} for sm_{arch}",
-        )
+        # Libraries are named behind the sources that need them.
+        log = _checked([str(compiler), *map(str, paths), *flags, "-o", str(built)], what)
         built.with_suffix(".log").write_text(log)
         # The library comes last: where it is, its log is too.
         built.with_suffix(".log").replace(library.with_suffix(".log"))

@@ -19,9 +19,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .errors import BackendUnavailable, MegaMoEError, NotWarmedUp, mismatch
+from .fused_moe_native import NativeLaunch, TvmCall, current_stream_address, install
 from .pre_dispatch import PreDispatch, Routing, StagingBuffer
 from .reference import FP8
-from .symmetric import SymmetricBuffer, ranks_on_my_device
+from .symmetric import SymmetricBuffer, agree, ranks_on_my_device
 
 DISTRIBUTION = "sgl-deep-gemm"
 MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
@@ -119,7 +120,7 @@ class Api(Protocol):
 
     wheel: str
     intermediate_group: int  # columns per scale of the second GEMM's input
-    early_trigger: bool  # whether the mega kernel waits for its predecessor in a programmatic launch
+    early_trigger: bool  # whether the mega kernel waits in a programmatic launch
 
     def token_alignment(self) -> int: ...
 
@@ -185,7 +186,6 @@ class TvmFfiApi:
     ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
         import tvm_ffi
 
-        kernel = self._c.fp8_mega_moe
         # Converted once: a launch then converts only the output and the weights.
         fixed = (
             None,
@@ -200,11 +200,7 @@ class TvmFfiApi:
             swiglu_limit,
             True,
         )
-
-        def launch(y: Tensor, w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> None:
-            kernel(y, w13, w13_scale, w2, w2_scale, *fixed)
-
-        return launch
+        return TvmCall(self._c.fp8_mega_moe, fixed)
 
     def get_num_sms(self) -> int:
         return int(self._c.get_num_sms())
@@ -219,13 +215,14 @@ class TorchOpsApi:
     intermediate_group = 64
     early_trigger = False
     takes_bound = False
+    alignment_op = "get_token_alignment_for_mega_moe"
 
     def __init__(self, wheel: str, ops: Any) -> None:
         self.wheel = wheel
         self._ops = ops
 
     def token_alignment(self) -> int:
-        return int(self._ops.get_token_alignment_for_sm90_mega_moe.default())
+        return int(getattr(self._ops, self.alignment_op).default())
 
     def buffer_bytes(self, layout: Sequence[object]) -> int:
         return int(self._ops.get_symm_buffer_size_for_sm90_mega_moe.default(*layout))
@@ -284,6 +281,7 @@ class BoundedApi(TorchOpsApi):
     intermediate_group = 128
     early_trigger = True
     takes_bound = True
+    alignment_op = "get_token_alignment_for_sm90_mega_moe"
 
 
 def load_api() -> Api:
@@ -390,6 +388,22 @@ class DeepGemmRuntime:
             all_sms = torch.cuda.get_device_properties(device).multi_processor_count
             num_sms = all_sms // sharers // 2 * 2
         self._mega = mega if num_sms is None else self._with_num_sms(mega, num_sms)
+        # The same launches from C++, where the binding has a C interface.
+        self.native: NativeLaunch | None = None
+        if isinstance(mega, TvmCall):
+            what = "the C++ kernel of the op"
+            _, c_call = agree(group, what, lambda: (install(), mega.in_c()))
+            if num_sms is None:
+                self.native = NativeLaunch(
+                    stage=self._stage.address,
+                    mega=c_call,
+                    current_stream=current_stream_address(),
+                    device_index=device.index,
+                    w13_shape=self._weight_shape,
+                    top_k=top_k,
+                    capacity=padded_capacity,
+                    keep_alive=self._stage,
+                )
         self._warm: set[int] = set()
         self._raw_stream = torch._C._cuda_getCurrentRawStream  # 20 times faster than the object
         self._current_device = torch._C._cuda_getDevice
@@ -423,7 +437,8 @@ class DeepGemmRuntime:
     ) -> None:
         """See `library.Runtime`. A number of tokens that was never launched may compile here."""
         tokens = x.shape[0]
-        if tokens not in self._warm:
+        first = tokens not in self._warm
+        if first:
             self._first_launch(tokens, w13)
         index = self.device.index
         if self._current_device() != index:
@@ -438,6 +453,8 @@ class DeepGemmRuntime:
         stream = self._raw_stream(index)
         self._stage(x, topk_ids, topk_weights, num_valid, launch_count, stream)
         self._mega(out, w13, w13_scale, w2, w2_scale)
+        if first and self.native is not None:
+            self.native.warm(tokens)
 
     def _first_launch(self, tokens: int, w13: Tensor) -> None:
         if torch.cuda.is_current_stream_capturing():
@@ -492,4 +509,6 @@ class DeepGemmRuntime:
 
     def close(self) -> None:
         """Wait for this rank's launches, then let go of the buffer. Never waits for a peer."""
+        if self.native is not None:
+            self.native.leave()
         torch.cuda.synchronize(self.device)

@@ -13,14 +13,18 @@ or the same bytes as uint8: opcheck's schema test compares inputs in a way that 
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections.abc import Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import CapacityError, ContextClosed, MegaMoEError, mismatch
+
+if TYPE_CHECKING:
+    from .fused_moe_native import NativeLaunch
 
 NAMESPACE = "megamoe"
 
@@ -58,19 +62,35 @@ class Runtime(Protocol):
 # The one table of the project: context_id -> runtime, weak, so that a context alone decides how
 # long its buffer lives. An id is never used twice: a graph compiled for a closed context must
 # raise, not run on a stranger's buffer. `importlib.reload` keeps the table.
-_RUNTIMES: dict[int, weakref.ref[Runtime]]
+_RUNTIMES: dict[int, tuple[weakref.ref[Runtime], tuple[int, ...] | None]]
 if "_RUNTIMES" not in globals():
     _RUNTIMES = {}
 
 
-def register_runtime(runtime: Runtime) -> int:
-    """Enter `runtime` into the table and return its `context_id`."""
+def register_runtime(
+    runtime: Runtime,
+    w13_shape: tuple[int, ...] | None = None,
+    native: NativeLaunch | None = None,
+) -> int:
+    """Enter `runtime` into the table and return its `context_id`.
+
+    With `w13_shape`, calls with weights of another geometry are refused. With `native`, the
+    runtime's common calls are launched from C++ as long as it lives.
+    """
     context_id = len(_RUNTIMES)
-    _RUNTIMES[context_id] = weakref.ref(runtime)
+    _RUNTIMES[context_id] = (weakref.ref(runtime), w13_shape)
+    if native is not None:
+        native.enter(context_id, LAYOUT_VERSION)
+        weakref.finalize(runtime, native.leave)
     return context_id
 
 
-def _runtime(context_id: int, layout_version: int) -> Runtime:
+def find_runtime(context_id: int) -> object | None:
+    """What was entered under `context_id`, or None where it is gone."""
+    return _RUNTIMES.get(context_id, _NOTHING)[0]()
+
+
+def _runtime(context_id: int, layout_version: int, w13: Tensor) -> Runtime:
     if layout_version != LAYOUT_VERSION:
         raise MegaMoEError(
             mismatch(
@@ -80,8 +100,8 @@ def _runtime(context_id: int, layout_version: int) -> Runtime:
                 "The graph was compiled by another release of megamoe-compile: compile it again.",
             )
         )
-    entry = _RUNTIMES.get(context_id)
-    runtime = entry() if entry is not None else None
+    entry, w13_shape = _RUNTIMES.get(context_id, _NOTHING)
+    runtime = entry()
     if runtime is None:
         raise ContextClosed(
             mismatch(
@@ -91,7 +111,19 @@ def _runtime(context_id: int, layout_version: int) -> Runtime:
                 "Keep the context alive and open while its layers and graphs run.",
             )
         )
+    if w13_shape is not None and w13.shape != w13_shape:
+        raise ValueError(
+            mismatch(
+                f"geometry of context {context_id}: w13.shape",
+                list(w13_shape),
+                list(w13.shape),
+                "Call a layer with its own context: one context per geometry.",
+            )
+        )
     return runtime
+
+
+_NOTHING: tuple[Callable[[], Runtime | None], None] = (lambda: None, None)
 
 
 Requirement = tuple[object, type[Exception], str, object, object, str]
@@ -175,6 +207,71 @@ def _requirements(
     )
 
 
+def _weight_requirements(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
+) -> Iterator[Requirement]:
+    """The same for the prepared weights and the mask, against `w13`."""
+    cure = "Use the prepared weights of one layer: load_weights makes them."
+    names = ("w13", "w13_scale", "w2", "w2_scale")
+    for name, t in zip(names, (w13, w13_scale, w2, w2_scale), strict=True):
+        yield t.dim() == 3, ValueError, f"{name}.dim()", 3, t.dim(), cure
+    experts, rows, hidden = w13.shape
+    shapes = (
+        (w13_scale, [experts, rows // 128, hidden // 128]),
+        (w2, [experts, hidden, rows // 2]),
+        (w2_scale, [experts, hidden // 128, rows // 256]),
+    )
+    for name, (t, shape) in zip(names[1:], shapes, strict=True):
+        yield list(t.shape) == shape, ValueError, f"{name}.shape", shape, list(t.shape), cure
+    for name, t, dtype in (
+        ("w13", w13, torch.float8_e4m3fn if w13.dtype is not torch.uint8 else torch.uint8),
+        ("w13_scale", w13_scale, torch.float32),
+        ("w2", w2, w13.dtype),
+        ("w2_scale", w2_scale, torch.float32),
+    ):
+        yield t.dtype is dtype, ValueError, f"{name}.dtype", dtype, t.dtype, cure
+    yield (
+        num_valid.dtype is torch.int32 and num_valid.numel() == 1,
+        ValueError,
+        "num_valid",
+        "one int32",
+        f"{num_valid.dtype} {list(num_valid.shape)}",
+        "Pass torch.tensor([n], dtype=torch.int32) on the device of hidden_states.",
+    )
+
+
+def _weights_hold(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
+) -> bool:
+    """The same conditions as one expression."""
+    if w13.dim() != 3:
+        return False
+    experts, rows, hidden = w13.shape
+    return (
+        w13_scale.shape == (experts, rows // 128, hidden // 128)
+        and w2.shape == (experts, hidden, rows // 2)
+        and w2_scale.shape == (experts, hidden // 128, rows // 256)
+        and w13.dtype in _FP8_DTYPES
+        and w2.dtype is w13.dtype
+        and w13_scale.dtype is torch.float32
+        and w2_scale.dtype is torch.float32
+        and num_valid.dtype is torch.int32
+        and num_valid.numel() == 1
+    )
+
+
+def check_weights(
+    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
+) -> None:
+    """Raise for the first requirement that does not hold."""
+    arguments = (w13, w13_scale, w2, w2_scale, num_valid)
+    if not _weights_hold(*arguments):
+        for condition, error, *report in _weight_requirements(*arguments):
+            if not condition:
+                raise error(mismatch(*report))  # type: ignore[arg-type]
+
+
+_FP8_DTYPES = frozenset((torch.float8_e4m3fn, torch.uint8))
 _ID_DTYPES = frozenset((torch.int32, torch.int64))
 _WEIGHT_DTYPES = frozenset((torch.float32, torch.bfloat16))
 
@@ -235,7 +332,8 @@ def _fused_moe(
     capacity: int,
     layout_version: int,
 ) -> Tensor:
-    runtime = _runtime(context_id, layout_version)
+    runtime = _runtime(context_id, layout_version, w13)
+    check_weights(w13, w13_scale, w2, w2_scale, num_valid)
     check_inputs(x, topk_ids, topk_weights, w13, top_k, capacity)
     if w13.dtype is torch.uint8:
         w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
@@ -262,9 +360,20 @@ def _fused_moe_fake(
     layout_version: int,
 ) -> Tensor:
     # torch._check, never a Python branch: T may be symbolic, and unbacked.
-    for condition, _, *report in _requirements(x, topk_ids, topk_weights, w13, top_k, capacity):
-        torch._check(condition, lambda report=report: mismatch(*report))  # type: ignore
+    for condition, _, *report in itertools.chain(
+        _weight_requirements(w13, w13_scale, w2, w2_scale, num_valid),
+        _requirements(x, topk_ids, topk_weights, w13, top_k, capacity),
+    ):
+        torch._check(condition, lambda report=report: mismatch(*map(_hint, report)))  # type: ignore
     return allocate_output(x)
+
+
+def _hint(value: object) -> object:
+    """The number behind a symbolic size, where there is one: what the eager call would say."""
+    if isinstance(value, torch.SymInt):
+        hint = getattr(value.node, "hint", None)
+        return value if hint is None else hint
+    return value
 
 
 def _define() -> torch.library.Library:
@@ -278,11 +387,9 @@ def _define() -> torch.library.Library:
             )
         )
     library = torch.library.Library(NAMESPACE, "DEF")
-    library.define(
-        SCHEMA, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag)
-    )
-    for key in ("CPU", "CUDA"):
-        library.impl("fused_moe", _fused_moe, key)
+    library.define(SCHEMA, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
+    # Every device's kernel, but for CUDA calls that csrc/fused_moe.cpp takes.
+    library.impl("fused_moe", _fused_moe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::fused_moe", _fused_moe_fake, lib=library)
     return library
 

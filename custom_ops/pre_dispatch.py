@@ -278,6 +278,13 @@ class PreDispatch:
                 )
             )
 
+    @property
+    def address(self) -> tuple[int, int]:
+        """Addresses of the launch function and of its config, for a caller in C++."""
+        launch = ctypes.cast(self._launch, ctypes.c_void_p).value
+        assert launch is not None
+        return launch, self._config_address
+
     def _error_string(self, error: int) -> str:
         text: bytes = self._library.megamoe_error_string(error)
         return f"CUDA error {error} ({text.decode()})"

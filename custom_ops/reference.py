@@ -264,6 +264,8 @@ class ReferenceRuntime:
     that of one rank with all experts.
     """
 
+    native = None  # nothing here is launched from C++
+
     def __init__(
         self,
         *,

@@ -155,6 +155,18 @@ class SymmetricBuffer:
         check_pointers(pointers)
         return pointers
 
+    def peer(self, rank: int) -> Tensor:
+        """int8 [nbytes]: the buffer of `rank`, as it is mapped here."""
+        if self._handle is None:
+            return self.tensor
+        buffer: Tensor = self._handle.get_buffer(rank, (self.nbytes,), torch.int8)
+        return buffer
+
+    def barrier(self) -> None:
+        """Wait on the device, on the current stream, until every rank has come here. Captures."""
+        if self._handle is not None:
+            self._handle.barrier()
+
     def reset(self) -> None:
         """Zero the buffer on all ranks. Collective; every rank must have stopped launching."""
         torch.cuda.synchronize(self.tensor.device)

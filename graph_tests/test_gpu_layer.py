@@ -74,12 +74,13 @@ def test_error_against_the_oracle_has_no_step_over_a_sweep_of_token_counts(
     sweep += [128, 129, 130, 192, 240, 241, 255, 256, 257, 300, 383, 384]
     errors = {}
     for tokens in sweep:
-        inputs = inputs_of(layer, tokens)
-        errors[tokens] = relative_error(layer(*inputs), recipe(layer, inputs))
-    bad = {tokens: error for tokens, error in errors.items() if not error <= bound(tokens)}
+        runs = [inputs_of(layer, tokens, seed) for seed in range(3)]
+        errors[tokens] = max(relative_error(layer(*run), recipe(layer, run)) for run in runs)
+    bad = {tokens: error for tokens, error in errors.items() if not error <= bound(tokens) / 2}
     assert not bad, bad
+    # From 8 tokens up a mean of rows hides one row's luck; the tiles change at 256 tokens here.
     many = [error for tokens, error in errors.items() if tokens >= 8]
-    assert max(many) < 2 * min(many), errors
+    assert max(many) < 3 * min(many), errors
 
 
 def test_a_token_alone_is_near_the_same_token_in_a_batch(layer: mm.MegaMoE) -> None:
@@ -419,7 +420,9 @@ def test_compiled_dynamic_and_one_graph(four: list[mm.MegaMoE]) -> None:
         assert counters["stats"]["unique_graphs"] <= 3
         torch._dynamo.reset()
         counters.clear()
-        one = mm.compile_one_graph(step, four[0].context, ["hidden_states", "topk_ids", "topk_weights"])
+        one = mm.compile_one_graph(
+            step, four[0].context, ["hidden_states", "topk_ids", "topk_weights"]
+        )
         for tokens in order:
             kwargs = as_kwargs(inputs_of(four[0], tokens))
             assert_close(one(**kwargs), step(**kwargs), 0.02)
@@ -431,6 +434,7 @@ def test_compiled_dynamic_and_one_graph(four: list[mm.MegaMoE]) -> None:
 
 def test_create_use_and_close_five_times_returns_the_memory() -> None:
     """S57."""
+
     def used() -> int:
         gc.collect()
         torch.cuda.synchronize()
@@ -506,8 +510,10 @@ def test_no_compiler_runs_after_warm_up(tmp_path: Path) -> None:
 
     log, fake = tmp_path / "log", tmp_path / "nvcc"
     log.touch()
-    fake.write_text(f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {log} ;; esac\n'
-                    f'exec {find_nvcc()} "$@"\n')
+    fake.write_text(
+        f'#!/bin/sh\ncase "$*" in *--version*) ;; *) echo run >> {log} ;; esac\n'
+        f'exec {find_nvcc()} "$@"\n'
+    )
     fake.chmod(0o755)
     environment = {
         **os.environ,
@@ -517,7 +523,10 @@ def test_no_compiler_runs_after_warm_up(tmp_path: Path) -> None:
     }
     child = subprocess.run(
         [sys.executable, "-c", CHILD.format(shape=SHAPE, log=str(log))],
-        env=environment, capture_output=True, text=True, timeout=240,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert child.returncode == 0, child.stderr[-3000:]
     warm, after = (int(n) for n in child.stdout.split()[-2:])

@@ -57,8 +57,12 @@ def _layer(rank: int, world_size: int) -> mm.MegaMoE:
         checkpoint = random_checkpoint(config)
         w13 = torch.stack([interleave_gate_up(w) for w in checkpoint.w13]).cuda()
         assert checkpoint.w13_scale is not None and checkpoint.w2_scale is not None
-        KEPT["all"] = (w13, checkpoint.w13_scale.cuda(), checkpoint.w2.cuda(),
-                       checkpoint.w2_scale.cuda())
+        KEPT["all"] = (
+            w13,
+            checkpoint.w13_scale.cuda(),
+            checkpoint.w2.cuda(),
+            checkpoint.w2_scale.cuda(),
+        )
         layer.load_weights(*checkpoint)
         context.warmup([1, 8, 32, 128])
         KEPT["layer"] = layer
@@ -123,20 +127,16 @@ def captured_scenario(rank: int, world_size: int) -> None:
         inputs = _inputs(rank, counts[rank], seed)
         y = runner(num_tokens=counts[rank], bucket=bucket, **dict(zip(names, inputs, strict=True)))
         _check(layer, inputs, y, f"replay {counts}")
-        if counts[rank] == bucket:
-            assert_same(y, layer_again(layer, inputs, counts, rank), f"replay {counts}")
+        eager = layer(*inputs)  # on every rank, between replays: launches stay equal
+        # An expert's rank picks the kernel by its own number of tokens: only where all ranks have
+        # the bucket's do eager and replay run the same ones.
+        if counts == [bucket] * world_size:
+            assert_same(y, eager, f"replay {counts}")
         else:
-            layer_again(layer, inputs, counts, rank)
+            assert_close(y, eager, 0.02, f"replay {counts}")
     assert "bucket" in outcome(
         lambda: runner(num_tokens=1, **dict(zip(names, _inputs(rank, 1, 0), strict=True)))
     )
-
-
-def layer_again(
-    layer: mm.MegaMoE, inputs: tuple[torch.Tensor, ...], counts: list[int], rank: int
-) -> torch.Tensor:
-    """An eager call between replays, on every rank: launches stay equal."""
-    return layer(*inputs)
 
 
 def delayed_scenario(rank: int, world_size: int) -> None:

@@ -1,6 +1,7 @@
 """MegaMoE, the fused expert-parallel FP8 MoE kernel of Hopper GPUs, as PyTorch ops."""
 
 from .capability import Capability, probe
+from .capture_report import BucketSummary
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
 from .custom_ops.errors import (
@@ -10,9 +11,12 @@ from .custom_ops.errors import (
     MegaMoEError,
     NotWarmedUp,
 )
-from .graph import BucketSummary, GraphRunner
+from .custom_ops.exchange import SymmetricExchange
+from .graph import GraphRunner
 from .module import MegaMoE
 from .one_graph import compile_one_graph
+from .parallel import attn_tp_gather, attn_tp_num_valid, attn_tp_split, dp_gather, dp_scatter
+from .step_plan import StepPlan, real_rows_of
 
 __version__ = "0.1.0"
 
@@ -28,6 +32,14 @@ __all__ = [
     "MegaMoEContext",
     "MegaMoEError",
     "NotWarmedUp",
+    "StepPlan",
+    "SymmetricExchange",
+    "attn_tp_gather",
+    "attn_tp_num_valid",
+    "attn_tp_split",
     "compile_one_graph",
+    "dp_gather",
+    "dp_scatter",
     "probe",
+    "real_rows_of",
 ]

@@ -100,6 +100,7 @@ def _deep_gemm_problem(
         return problem
     try:
         details["nvcc"] = str(cuda_build.find_nvcc())
+        details["cxx"] = str(cuda_build.find_cxx())
     except BackendUnavailable as error:
         return str(error)
     padded = config.padded_intermediate_size(deep_gemm.INTERMEDIATE_ALIGNMENT)

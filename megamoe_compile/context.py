@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,7 @@ from .custom_ops.errors import (
     mismatch,
 )
 from .custom_ops.library import register_runtime
+from .step_plan import StepPlan
 from .weights import PreparedWeights, WeightGeometry
 
 if TYPE_CHECKING:
@@ -99,8 +101,14 @@ class MegaMoEContext:
         self.buffer_bytes = self._runtime.buffer_bytes
         for tensor in (self.launch_count, self.num_valid):
             torch._dynamo.mark_static_address(tensor, guard=False)
-        self.context_id = register_runtime(self._runtime)
+        geometry = self.weight_geometry
+        self.context_id = register_runtime(
+            self._runtime,
+            (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
+            self._runtime.native,
+        )
         self._layers: weakref.WeakSet[MegaMoE] = weakref.WeakSet()
+        self._chunks: int | None = None  # launches per call in the step of `step()`
 
     def _agree(self) -> Capability:
         """Probe on every rank and come to one verdict on all, or raise on all."""
@@ -114,7 +122,10 @@ class MegaMoEContext:
             if config != verdicts[0][0]:
                 raise ValueError(
                     mismatch(
-                        f"config of rank {rank}", verdicts[0][0], config, "Pass the same everywhere."
+                        f"config of rank {rank}",
+                        verdicts[0][0],
+                        config,
+                        "Pass the same everywhere.",
                     )
                 )
             if capability.backend is None:
@@ -195,6 +206,78 @@ class MegaMoEContext:
             torch.cuda.synchronize(self.device)
         if self.group is not None:
             dist.barrier(group=self.group)
+
+    @contextlib.contextmanager
+    def step(self, plan: StepPlan) -> Iterator[None]:
+        """Inside, layers run as `plan` says: all ranks with the same number of launches per call.
+
+        An eager step over several ranks needs it where a rank may be over max_tokens_per_rank: one
+        rank's own count cannot tell how often the others launch. The runner does it by itself.
+
+        Raises:
+            CapacityError: the same on every rank, before any launch: a rank of the plan is over
+            max_tokens_per_rank, and over_capacity is "error". ValueError: a plan of other ranks.
+        """
+        before, self._chunks = self._chunks, self.launches_per_call(plan)
+        try:
+            yield
+        finally:
+            self._chunks = before
+
+    def launches_per_call(self, plan: StepPlan) -> int:
+        """Launches of one layer call in an eager step of `plan`; the errors of `step`."""
+        self.check_open()
+        if (plan.rank, plan.num_ranks) != (self.rank, self.world_size):
+            raise ValueError(
+                mismatch(
+                    "(rank, ranks) of the plan",
+                    f"{(self.rank, self.world_size)}, as in the context's group",
+                    (plan.rank, plan.num_ranks),
+                    "Agree on the plan over the ranks of the context.",
+                )
+            )
+        chunks = plan.chunks(self.config.max_tokens_per_rank)
+        if chunks > 1 and self.config.over_capacity == "error":
+            raise CapacityError(
+                mismatch(
+                    "largest number of tokens on a rank",
+                    f"at most {self.config.max_tokens_per_rank} (max_tokens_per_rank) for each of "
+                    f"{plan.attn_tp} attention TP ranks",
+                    f"{plan.max_tokens} of {plan.tokens_per_rank}",
+                    "Raise max_tokens_per_rank, split the batch, or set over_capacity='chunk'.",
+                )
+            )
+        return chunks
+
+    def chunks_of(self, rows: int) -> int:
+        """Launches of one layer call with `rows` rows, where over_capacity is "chunk".
+
+        Over several ranks only a plan can say, and a call without one is refused whatever its
+        rows: by every rank, so that none waits for another.
+        """
+        capacity = self.config.max_tokens_per_rank
+        chunks = self._chunks
+        if chunks is None:
+            if self.world_size > 1:
+                raise MegaMoEError(
+                    mismatch(
+                        f"plan of the step, with over_capacity='chunk' on {self.world_size} ranks",
+                        "one in force",
+                        "none",
+                        "Call the model inside `with context.step(plan):`, on every rank.",
+                    )
+                )
+            return 1 if rows <= capacity else int((rows + capacity - 1) // capacity)
+        if rows > chunks * capacity:
+            raise CapacityError(
+                mismatch(
+                    "tokens on this rank",
+                    f"at most {chunks} x {capacity}, by the plan of the step",
+                    int(rows),
+                    "Count them in the plan.",
+                )
+            )
+        return chunks
 
     def backend_for(self, num_tokens: int) -> str:
         """The backend that a call of num_tokens tokens takes."""

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
+from .agreement import agreed, check_group, check_same
+from .capture_report import BucketSummary, compiled_graphs, progress_bar
 from .context import ALL_VALID, MegaMoEContext
-from .custom_ops.errors import CapacityError, MegaMoEError, NotWarmedUp, mismatch
+from .custom_ops.errors import CapacityError, NotWarmedUp, mismatch
+from .custom_ops.replay_copy import Write, input_copier
+from .graph_outputs import GraphOutputs
+from .step_plan import StepPlan
+from .step_settings import check_buckets
+from .watched import WatchedTensors
 
 Rows = Literal["tokens", "requests"]
-T = TypeVar("T")
 
 TIMED_REPLAYS = 5  # the same on every rank: launches must stay equal
-
-
-@dataclasses.dataclass
-class BucketSummary:
-    """One row of `GraphRunner.summary()`; seconds, bytes and microseconds as the names say."""
-
-    bucket: int
-    path: str  # "cuda_graph" or, on a CPU, "compiled"
-    backend: str
-    capture_seconds: float
-    graph_bytes: int
-    replay_microseconds: float
-    replays: int = 0
 
 
 @dataclasses.dataclass
@@ -43,13 +35,12 @@ class _Captured:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Input:
-    """What a call of some number of tokens passes for one input, and where it is copied."""
+class _Inputs:
+    """What a call of some number of tokens passes, where it is copied, and what copies it."""
 
-    name: str
-    shape: torch.Size
-    dtype: torch.dtype
-    target: Tensor
+    shapes: dict[str, tuple[torch.Size, torch.dtype]]
+    targets: dict[str, Tensor]
+    write: Write
 
 
 class GraphRunner:
@@ -71,8 +62,16 @@ class GraphRunner:
             width), or None for an input of fixed shape.
         width: tokens of one request, 1 + draft tokens under speculative decoding.
         above: what a call above the largest bucket does: "raise", or "eager".
+        copy_outputs: False hands out views of the graph's own outputs and saves a copy per output.
+            The next call overwrites them, whatever its bucket: use them before it, on the stream
+            of the calls.
         module: its parameters and buffers are watched for moves, besides the context's layers;
             default: `step`, where it is a module.
+        with_plan: call step(plan=..., **inputs), for `dp_gather` and the like inside it. Sizes in
+            a captured graph are fixed, so there it is `StepPlan.of_bucket`, in max_len mode.
+        verify: a group of the context's ranks that does collectives of CPU tensors. Every call
+            first exchanges over it how this rank's own checks went, and its plan: one rank's bad
+            input is then the same error on every rank, and none waits. Costs one exchange a step.
 
     Raises:
         ValueError: bad buckets or examples.
@@ -89,31 +88,52 @@ class GraphRunner:
         width: int = 1,
         above: Literal["raise", "eager"] = "raise",
         module: nn.Module | None = None,
+        copy_outputs: bool = True,
+        with_plan: bool = False,
+        verify: dist.ProcessGroup | None = None,
     ) -> None:
+        check_group(verify)
         self.step = step
+        self.with_plan = with_plan
+        self.verify = verify
         self.context = context
         self.width = width
         self.above = above
-        self.buckets = _checked_buckets(buckets, width, context.config.max_tokens_per_rank)
+        self.buckets = check_buckets(buckets, width, context.config.max_tokens_per_rank)
         self._rows = {name: (rows or {}).get(name, "tokens") for name in example_inputs}
         if unknown := set(rows or {}) - set(example_inputs):
             raise ValueError(
                 mismatch("rows", f"names of {sorted(example_inputs)}", sorted(unknown), "Rename.")
             )
+        kinds = ("tokens", "requests", None)
+        if unknown := {name for name, kind in self._rows.items() if kind not in kinds}:
+            raise ValueError(
+                mismatch("rows", kinds, {n: self._rows[n] for n in unknown}, "One per input.")
+            )
+        if reserved := {"num_tokens", "bucket", "plan"} & set(example_inputs):
+            raise ValueError(
+                mismatch(
+                    "example_inputs",
+                    "names that are not the runner's own",
+                    sorted(reserved),
+                    "Rename the argument of the step.",
+                )
+            )
         if above not in ("raise", "eager"):
             raise ValueError(mismatch("above", "'raise' or 'eager'", repr(above), "Pick one."))
         with torch.inference_mode(False):
             self._static = {
-                name: self._static_buffer(name, example)
-                for name, example in example_inputs.items()
+                name: self._static_buffer(name, example) for name, example in example_inputs.items()
             }
-        self._module = module if module is not None else step if isinstance(
-            step, nn.Module
-        ) else None
+        self._module = (
+            module if module is not None else step if isinstance(step, nn.Module) else None
+        )
         self._captured: dict[int, _Captured] = {}
-        self._watched: list[tuple[str, dict[str, Any], str]] = []
-        self._addresses: list[int] = []
-        self._inputs: dict[int, list[_Input]] = {}  # per number of tokens, made once each
+        self._copy_outputs = copy_outputs
+        self._outputs: GraphOutputs | None = None
+        self._watched = WatchedTensors({})
+        self._copier = input_copier(context.num_valid)
+        self._inputs: dict[int, _Inputs] = {}  # per number of tokens, made once each
         self._on_cuda = context.device.type == "cuda"
         self.graphs_compiled = 0
 
@@ -128,7 +148,9 @@ class GraphRunner:
         if example.dim() == 0 or example.shape[0] == 0:
             raise ValueError(
                 mismatch(
-                    f"example_inputs[{name!r}]", "at least one row", list(example.shape),
+                    f"example_inputs[{name!r}]",
+                    "at least one row",
+                    list(example.shape),
                     "Give valid rows, or rows={name: None} for an input of fixed shape.",
                 )
             )
@@ -145,28 +167,45 @@ class GraphRunner:
             progress: show a bar; default: on rank 0 of an interactive terminal.
         """
         self.context.check_open()
+        check_same(self.context.group, "buckets and width", (self.buckets, self.width))
         self.context.warmup(self.buckets)
-        compiled_before = _compiled_graphs()
+        compiled_before = compiled_graphs()
         pool = torch.cuda.graph_pool_handle() if self._on_cuda else None
         if progress is None:
             progress = self.context.rank == 0 and sys.stderr.isatty()
-        for bucket in _bar(list(reversed(self.buckets)), progress):
-            self._captured[bucket] = self._capture_bucket(bucket, pool)
-        self.graphs_compiled = _compiled_graphs() - compiled_before
-        self._watched = list(self._tensors_to_watch())
-        self._addresses = [owner[key].data_ptr() for _, owner, key in self._watched]
+        self._captured = {}  # a capture that fails half-way leaves nothing to replay
+        outputs: dict[int, Any] = {}
+        captured = {
+            bucket: self._capture_bucket(bucket, pool, outputs)
+            for bucket in progress_bar(list(reversed(self.buckets)), progress)
+        }
+        self._outputs = GraphOutputs(
+            outputs, self.width, copy=self._copy_outputs, static=self._on_cuda
+        )
+        self._captured = captured
+        self.graphs_compiled = compiled_graphs() - compiled_before
+        self._watched = self._watch()
 
-    def _capture_bucket(self, bucket: int, pool: Any) -> _Captured:
+    def _capture_bucket(self, bucket: int, pool: Any, outputs: dict[int, Any]) -> _Captured:
         start = time.perf_counter()
         free_before = torch.cuda.mem_get_info(self.context.device)[0] if self._on_cuda else 0
         views = {name: self._view(name, bucket) for name in self._static}
 
+        plan = StepPlan.of_bucket(bucket, self.context.world_size, self.context.rank, self.width)
+
         def run_step() -> Any:
-            return self.step(**views)
+            return self._run_step(plan, views)
 
         with torch.no_grad():
             self.context.num_valid.fill_(bucket)
-            run = self._capture_cuda(run_step, pool) if self._on_cuda else self._run_cpu(run_step)
+            try:
+                if self._on_cuda:
+                    run, output = self._capture_cuda(run_step, pool)
+                else:
+                    run, output = self._run_cpu(run_step)
+            finally:
+                self.context.num_valid.fill_(ALL_VALID)
+        outputs[bucket] = output
         seconds = time.perf_counter() - start
         used = free_before - torch.cuda.mem_get_info(self.context.device)[0] if self._on_cuda else 0
         summary = BucketSummary(
@@ -179,7 +218,9 @@ class GraphRunner:
         )
         return _Captured(run, summary)
 
-    def _capture_cuda(self, run_step: Callable[[], Any], pool: Any) -> Callable[[], Any]:
+    def _capture_cuda(
+        self, run_step: Callable[[], Any], pool: Any
+    ) -> tuple[Callable[[], Any], Any]:
         # Warm up on the stream that captures: lazily made state belongs to a stream.
         stream = torch.cuda.Stream(self.context.device)
         stream.wait_stream(torch.cuda.current_stream(self.context.device))
@@ -202,18 +243,17 @@ class GraphRunner:
             graph.replay()
             return output
 
-        return replay
+        return replay, output
 
-    def _run_cpu(self, run_step: Callable[[], Any]) -> Callable[[], Any]:
-        run_step()
-
+    def _run_cpu(self, run_step: Callable[[], Any]) -> tuple[Callable[[], Any], Any]:
         def run() -> Any:
-            with torch.compiler.set_stance("fail_on_recompile"):
-                output = run_step()
-            self.context.num_valid.fill_(ALL_VALID)
-            return output
+            try:
+                with torch.compiler.set_stance("fail_on_recompile"):
+                    return run_step()
+            finally:
+                self.context.num_valid.fill_(ALL_VALID)
 
-        return run
+        return run, run_step()
 
     def _time(self, run: Callable[[], Any], bucket: int) -> float:
         times = []
@@ -229,7 +269,7 @@ class GraphRunner:
                 times.append(time.perf_counter() - start)
         return sorted(times)[len(times) // 2] * 1e6
 
-    def _tensors_to_watch(self) -> Iterable[tuple[str, dict[str, Any], str]]:
+    def _watch(self) -> WatchedTensors:
         modules: dict[str, nn.Module] = {
             f"MegaMoE[{layer.index}]": layer for layer in self.context.layers
         }
@@ -238,13 +278,11 @@ class GraphRunner:
                 (name.replace("_orig_mod.", "").removeprefix("_orig_mod") or "step", child)
                 for name, child in self._module.named_modules()
             )
-        seen: set[tuple[int, str]] = set()
-        for name, module in modules.items():
-            for owner in (module._parameters, module._buffers):
-                for key, tensor in owner.items():
-                    if tensor is not None and (id(owner), key) not in seen:
-                        seen.add((id(owner), key))
-                        yield f"{name}.{key}", owner, key
+        return WatchedTensors(modules)
+
+    def _run_step(self, plan: StepPlan, inputs: Mapping[str, Tensor]) -> Any:
+        with self.context.step(plan):
+            return self.step(**inputs, plan=plan) if self.with_plan else self.step(**inputs)
 
     # -- replay ---------------------------------------------------------------------------------
 
@@ -253,53 +291,128 @@ class GraphRunner:
         at = bisect.bisect_left(self.buckets, num_tokens)
         return self.buckets[at] if at < len(self.buckets) else None
 
-    def __call__(self, *, num_tokens: int, bucket: int | None = None, **inputs: Tensor) -> Any:
-        """Run the step for num_tokens real tokens.
+    def __call__(
+        self,
+        *,
+        num_tokens: int | None = None,
+        bucket: int | None = None,
+        plan: StepPlan | None = None,
+        **inputs: Tensor,
+    ) -> Any:
+        """Run the step for this rank's real tokens.
 
         Args:
-            num_tokens: real tokens, 0 included: an idle rank takes part and routes nothing.
-            bucket: replay this bucket. Required with several ranks, where all must agree.
-            inputs: each with as many rows as num_tokens (or requests) says.
+            plan: the step as all ranks agree on it, made with the runner's buckets and width. It
+                says how many tokens, and whether every rank replays a bucket or runs eagerly.
+            num_tokens: without a plan: real tokens, 0 included: an idle rank takes part and
+                routes nothing.
+            bucket: without a plan: replay this bucket. Required with several ranks, where all
+                must agree.
+            inputs: each with as many rows as num_tokens (or requests) says. An idle rank may
+                leave all of them out.
 
         Returns:
-            The output tree of the step; tensors with one row per token or request of the bucket
-            are cut to the real ones. All are copies: the next call does not overwrite them.
+            The output tree of the step; tensors with one row per token or request in every bucket
+            are cut to the real ones. All are copies, which the next call does not overwrite,
+            unless copy_outputs is False.
 
         Raises:
             NotWarmedUp: before capture(). CapacityError: more tokens than the largest bucket and
-            above="raise". MegaMoEError: a captured tensor moved. ValueError: inputs.
+            above="raise", or an eager step over max_tokens_per_rank. MegaMoEError: a captured
+            tensor moved. ValueError: inputs, or a plan of other buckets, ranks or width.
         """
+        if self.verify is None:
+            num_tokens, bucket, expected = self._ready(plan, num_tokens, bucket, inputs)
+        else:
+            num_tokens, bucket, expected = agreed(
+                self.verify,
+                bucket if plan is None else plan.agreed,
+                lambda: self._ready(plan, num_tokens, bucket, inputs),
+            )
+        if bucket is None:
+            with torch.no_grad():
+                inputs = inputs or expected.targets
+                if plan is None and not self.with_plan:
+                    return self.step(**inputs)
+                return self._run_step(plan or StepPlan.from_counts([num_tokens]), inputs)
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self._replay(bucket, num_tokens, expected, inputs)
+        return self._replay(bucket, num_tokens, expected, inputs)
+
+    def _replay(
+        self, bucket: int, num_tokens: int, expected: _Inputs, inputs: Mapping[str, Tensor]
+    ) -> Any:
+        captured, outputs = self._captured[bucket], self._outputs
+        assert outputs is not None
+        expected.write([inputs[name] for name in expected.shapes] if inputs else None)
+        output = captured.run()
+        captured.summary.replays += 1
+        return outputs.real(bucket, output, num_tokens)
+
+    def _ready(
+        self,
+        plan: StepPlan | None,
+        num_tokens: int | None,
+        bucket: int | None,
+        inputs: Mapping[str, Tensor],
+    ) -> tuple[int, int | None, _Inputs]:
+        """Every check of a call, before anything is written or launched."""
         self.context.check_open()
         if not self._captured:
             raise NotWarmedUp(
                 mismatch("capture()", "called before the first step", "not called", "Call it.")
             )
+        if plan is not None:
+            num_tokens, bucket = self._of_plan(plan, num_tokens, bucket)
+        elif num_tokens is None:
+            raise ValueError(mismatch("plan or num_tokens", "one of them", None, "Pass a plan."))
         expected = self._inputs.get(num_tokens) or self._expect(num_tokens)
-        self._check_inputs(expected, inputs, num_tokens)
-        bucket = self._pick(num_tokens, bucket)
-        if bucket is None:
-            return self.step(**inputs)
-        self._check_addresses()
-        captured = self._captured[bucket]
-        with torch.no_grad():
-            torch._foreach_copy_(
-                [it.target for it in expected], [inputs[it.name] for it in expected], True
+        if inputs or num_tokens:
+            self._check_inputs(expected, inputs, num_tokens)
+        if plan is None:
+            bucket = self._pick(num_tokens, bucket)
+        if bucket is not None:
+            self._watched.check()
+        return num_tokens, bucket, expected
+
+    def _of_plan(
+        self, plan: StepPlan, num_tokens: int | None, bucket: int | None
+    ) -> tuple[int, int | None]:
+        given = (
+            plan.num_tokens if num_tokens is None else num_tokens,
+            plan.bucket if bucket is None else bucket,
+        )
+        if given != (plan.num_tokens, plan.bucket):
+            raise ValueError(
+                mismatch(
+                    "num_tokens and bucket",
+                    f"{(plan.num_tokens, plan.bucket)}, as in the plan",
+                    given,
+                    "Leave them out: the plan says them.",
+                )
             )
-            self.context.num_valid.fill_(num_tokens)
-            output = captured.run()
-            captured.summary.replays += 1
-            if type(output) is Tensor:
-                return self._real_rows(output, bucket, num_tokens)
-            return pytree.tree_map_only(
-                Tensor, lambda t: self._real_rows(t, bucket, num_tokens), output
+        known = plan.bucket is None or plan.bucket in self._captured
+        if plan.width != self.width or not known:
+            raise ValueError(
+                mismatch(
+                    "bucket and width of the plan",
+                    f"None or one of {self.buckets}, and {self.width}",
+                    (plan.bucket, plan.width),
+                    "Make it with the runner's buckets and width.",
+                )
             )
+        self.context.launches_per_call(plan)
+        return plan.num_tokens, plan.bucket
 
     def _pick(self, num_tokens: int, bucket: int | None) -> int | None:
         if bucket is not None:
             if bucket not in self._captured or bucket < num_tokens:
                 raise ValueError(
                     mismatch(
-                        "bucket", f"one of {self.buckets} that holds {num_tokens} tokens", bucket,
+                        "bucket",
+                        f"one of {self.buckets} that holds {num_tokens} tokens",
+                        bucket,
                         "Pick it with bucket_for(), from the largest count of all ranks.",
                     )
                 )
@@ -307,132 +420,71 @@ class GraphRunner:
         if self.context.world_size > 1:
             raise ValueError(
                 mismatch(
-                    "bucket", f"the one that all {self.context.world_size} ranks replay", None,
-                    "Agree on the largest count of all ranks and pass bucket_for(it).",
+                    "bucket",
+                    f"the one that all {self.context.world_size} ranks replay",
+                    None,
+                    "Pass plan=StepPlan.agree(...), or bucket_for(the largest count of all ranks).",
                 )
             )
         bucket = self.bucket_for(num_tokens)
         if bucket is None and self.above == "raise":
             raise CapacityError(
                 mismatch(
-                    "num_tokens", f"at most {self.buckets[-1]}, the largest bucket", num_tokens,
+                    "num_tokens",
+                    f"at most {self.buckets[-1]}, the largest bucket",
+                    num_tokens,
                     "Add a bucket, split the batch, or construct with above='eager'.",
                 )
             )
         return bucket
 
-    def _expect(self, num_tokens: int) -> list[_Input]:
+    def _expect(self, num_tokens: int) -> _Inputs:
         """What the inputs of a call of num_tokens tokens must be; kept for the next such call."""
         if num_tokens < 0 or num_tokens % self.width:
             raise ValueError(
                 mismatch(
-                    "num_tokens", f"a multiple of the width {self.width}, at least 0", num_tokens,
+                    "num_tokens",
+                    f"a multiple of the width {self.width}, at least 0",
+                    num_tokens,
                     "Count requests x width.",
                 )
             )
-        expected = []
+        shapes, targets = {}, {}
         for name, static in self._static.items():
-            shape, target = static.shape, static
+            shape = static.shape
             if self._rows[name] is not None:
-                count = self._count(name, num_tokens)
-                shape, target = torch.Size((count, *static.shape[1:])), static[:count]
-            expected.append(_Input(name, shape, static.dtype, target))
+                shape = torch.Size((self._count(name, num_tokens), *shape[1:]))
+            shapes[name] = shape, static.dtype
+            targets[name] = self._view(name, num_tokens)
+        write = self._copier.prepare(list(targets.values()), num_tokens)
+        expected = _Inputs(shapes, targets, write)
         if num_tokens <= self.buckets[-1]:
             self._inputs[num_tokens] = expected
         return expected
 
     def _check_inputs(
-        self, expected: list[_Input], inputs: Mapping[str, Tensor], num_tokens: int
+        self, expected: _Inputs, inputs: Mapping[str, Tensor], num_tokens: int
     ) -> None:
         if inputs.keys() != self._static.keys():
             raise ValueError(
                 mismatch("inputs", sorted(self._static), sorted(inputs), "Pass exactly these.")
             )
-        for it in expected:
-            value = inputs[it.name]
-            if value.shape != it.shape or value.dtype is not it.dtype:
+        for name, (shape, dtype) in expected.shapes.items():
+            value = inputs[name]
+            if value.shape != shape or value.dtype is not dtype:
                 raise ValueError(
                     mismatch(
-                        f"input {it.name!r}",
-                        f"{it.dtype} {list(it.shape)}",
+                        f"input {name!r}",
+                        f"{dtype} {list(shape)}",
                         f"{value.dtype} {list(value.shape)}",
                         f"num_tokens is {num_tokens}, width {self.width}.",
                     )
                 )
 
-    def _check_addresses(self) -> None:
-        try:
-            if [owner[key].data_ptr() for _, owner, key in self._watched] == self._addresses:
-                return
-        except (AttributeError, KeyError):
-            pass  # one is gone; the search below names it
-        for (name, owner, key), address in zip(self._watched, self._addresses, strict=True):
-            tensor = owner.get(key)
-            if tensor is None or tensor.data_ptr() != address:
-                raise MegaMoEError(
-                    mismatch(
-                        f"address of {name}",
-                        "the captured one",
-                        "another",
-                        "It was replaced after capture(): write into the old storage "
-                        "(load_weights does), or capture again.",
-                    )
-                )
-
-    def _view(self, name: str, bucket: int) -> Tensor:
+    def _view(self, name: str, tokens: int) -> Tensor:
         static = self._static[name]
-        return static if self._rows[name] is None else static[: self._count(name, bucket)]
-
-    def _real_rows(self, t: Tensor, bucket: int, num_tokens: int) -> Tensor:
-        if t.dim() and t.shape[0] == bucket:
-            t = t[:num_tokens]
-        elif t.dim() and t.shape[0] == bucket // self.width:
-            t = t[: num_tokens // self.width]
-        return t.clone()
+        return static if self._rows[name] is None else static[: self._count(name, tokens)]
 
     def summary(self) -> list[BucketSummary]:
         """Per captured bucket, ascending: path, backend, capture cost, memory, replay time."""
         return [self._captured[bucket].summary for bucket in sorted(self._captured)]
-
-
-def _checked_buckets(buckets: Sequence[int], width: int, capacity: int) -> list[int]:
-    if width < 1:
-        raise ValueError(mismatch("width", "at least 1", width, "It counts tokens of a request."))
-    buckets = list(buckets)
-    ascending = all(a < b for a, b in itertools.pairwise(buckets))
-    if not buckets or buckets[0] < 1 or not ascending or any(b % width for b in buckets):
-        raise ValueError(
-            mismatch(
-                "buckets",
-                f"an ascending list of numbers of tokens, multiples of the width {width}",
-                buckets,
-                "Sort it and drop doubles; buckets are requests x width.",
-            )
-        )
-    if buckets[-1] > capacity:
-        raise CapacityError(
-            mismatch(
-                "largest bucket",
-                f"at most {capacity} (max_tokens_per_rank)",
-                buckets[-1],
-                f"Set max_tokens_per_rank to {buckets[-1]} or more, or drop the bucket.",
-            )
-        )
-    return buckets
-
-
-def _compiled_graphs() -> int:
-    from torch._dynamo.utils import counters
-
-    return int(counters["stats"]["unique_graphs"])
-
-
-def _bar(items: list[T], show: bool) -> Iterable[T]:
-    if not show:
-        return items
-    try:
-        from tqdm import tqdm
-    except ImportError:  # a bar is a courtesy, not a dependency
-        return items
-    bar: Iterable[T] = tqdm(items, desc="capture", unit="bucket")
-    return bar

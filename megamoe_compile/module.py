@@ -12,6 +12,7 @@ from .config import MegaMoEConfig
 from .context import MegaMoEContext
 from .custom_ops.errors import MegaMoEError, mismatch
 from .custom_ops.library import LAYOUT_VERSION, fused_moe
+from .step_settings import check_rows
 from .weights import (
     PreparedWeights,
     adopt,
@@ -51,6 +52,7 @@ class MegaMoE(nn.Module):
         # Registered, not only referenced: a module's buffers have static addresses in a graph.
         self.register_buffer("launch_count", context.launch_count, persistent=False)
         self.register_buffer("num_valid", context.num_valid, persistent=False)
+        self._chunked = context.config.over_capacity == "chunk"
         self._constants = (
             context.context_id,
             context.config.top_k,
@@ -68,7 +70,9 @@ class MegaMoE(nn.Module):
         """Run the experts.
 
         Args:
-            hidden_states: [T, H] bf16, T from 0 to max_tokens_per_rank; rows may be strided.
+            hidden_states: [T, H] bf16, T from 0 to max_tokens_per_rank; rows may be strided. With
+                over_capacity="chunk" an eager T may be larger; over several ranks every call is
+                then inside `context.step(plan)`.
             topk_ids: [T, K] int32 or int64, global expert ids; -1 skips a slot.
             topk_weights: [T, K] fp32 or bf16.
             num_valid: rows at or above it are not routed. None reads `context.num_valid`; an int
@@ -88,10 +92,10 @@ class MegaMoE(nn.Module):
                     "weights of the layer", "loaded", "none", "Call load_weights or load_expert."
                 )
             )
-        if hidden_states.requires_grad and torch.is_grad_enabled():
+        if (hidden_states.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             raise MegaMoEError(
                 mismatch(
-                    "gradient of hidden_states",
+                    "gradient of hidden_states and topk_weights",
                     "none: the kernels have no backward",
                     "requires_grad=True",
                     "Call under torch.no_grad() or torch.inference_mode().",
@@ -103,6 +107,8 @@ class MegaMoE(nn.Module):
             num_valid = buffers["num_valid"]
         else:
             num_valid = _as_tensor(num_valid, hidden_states)
+        if self._chunked:
+            return self._in_chunks(hidden_states, topk_ids, topk_weights, num_valid)
         return cast(
             Tensor,
             fused_moe(
@@ -118,6 +124,31 @@ class MegaMoE(nn.Module):
                 *self._constants,
             ),
         )
+
+    def _in_chunks(
+        self, x: Tensor, ids: Tensor, weights: Tensor, num_valid: Tensor | None
+    ) -> Tensor:
+        """As many launches as every other rank makes, of at most the capacity each.
+
+        A chunk without rows is launched too. A row does not see the other rows of its launch, so
+        the result is that of one launch, but for the kernel that the number of rows picks.
+        """
+        prepared = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        capacity = self.context.config.max_tokens_per_rank
+        chunks = self.context.chunks_of(x.shape[0])
+        if chunks == 1:
+            rest = (*prepared, num_valid, self.launch_count, *self._constants)
+            return cast(Tensor, fused_moe(x, ids, weights, *rest))
+        assert num_valid is not None
+        for name, t in (("topk_ids", ids), ("topk_weights", weights)):  # before any launch
+            check_rows(f"{name}.shape[0]", t.shape[0], x.shape[0], "rows of hidden_states")
+        parts = []
+        for start in range(0, chunks * capacity, capacity):
+            rows = slice(start, start + capacity)
+            valid = (num_valid - start).clamp(min=0)  # of this chunk's rows
+            rest = (*prepared, valid, self.launch_count, *self._constants)
+            parts.append(fused_moe(x[rows], ids[rows], weights[rows], *rest))
+        return torch.cat(parts)
 
     def load_weights(
         self,
@@ -322,12 +353,13 @@ def _check_ids(topk_ids: Tensor, num_experts: int) -> None:
 def _as_tensor(num_valid: Tensor | int, rows: Tensor) -> Tensor:
     """num_valid as int32 [1] on the device, without a synchronization."""
     if isinstance(num_valid, Tensor):
-        if num_valid.dtype != torch.int32 or num_valid.numel() != 1:
+        one = num_valid.dtype == torch.int32 and num_valid.numel() == 1
+        if not one or num_valid.device != rows.device:
             raise ValueError(
                 mismatch(
                     "num_valid",
-                    "one int32",
-                    f"{num_valid.dtype} {list(num_valid.shape)}",
+                    f"one int32 on {rows.device}",
+                    f"{num_valid.dtype} {list(num_valid.shape)} on {num_valid.device}",
                     "Pass torch.tensor([n], dtype=torch.int32) on the layer's device.",
                 )
             )

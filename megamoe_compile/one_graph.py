@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from .context import ALL_VALID, MegaMoEContext
-from .custom_ops.errors import mismatch
+from .custom_ops.errors import CapacityError, mismatch
 
 
 def compile_one_graph(
@@ -37,34 +37,49 @@ def compile_one_graph(
         A callable with the arguments of `step`. Outputs with one row per token have exactly T.
 
     Raises:
-        ValueError: at call time, where the named inputs disagree about T.
+        ValueError: unknown names; at call time, where the named inputs disagree about T.
+        CapacityError: at call time, more tokens than `max_tokens_per_rank`.
     """
     compiled = torch.compile(step, **{"fullgraph": True, **compile_options})
     forward = step.forward if isinstance(step, torch.nn.Module) else step
     signature = inspect.signature(forward)
     names = list(token_inputs)
-    if unknown := set(names) - set(signature.parameters):
+    if not names or set(names) - set(signature.parameters):
         raise ValueError(
-            mismatch("token_inputs", list(signature.parameters), sorted(unknown), "Rename them.")
+            mismatch("token_inputs", f"names of {list(signature.parameters)}", names, "Name them.")
         )
+    capacity = context.config.max_tokens_per_rank
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        arguments = signature.bind(*args, **kwargs).arguments
+        bound = signature.bind(*args, **kwargs)
+        arguments = bound.arguments
         counts = {name: arguments[name].shape[0] for name in names}
         tokens = counts[names[0]]
         if any(count != tokens for count in counts.values()):
             raise ValueError(
                 mismatch("tokens of the inputs", "one number", counts, "Pass rows of one step.")
             )
+        if tokens > capacity:  # an unbacked size would fail in a guard, without our words
+            raise CapacityError(
+                mismatch(
+                    "tokens on this rank",
+                    f"at most {capacity} (max_tokens_per_rank)",
+                    tokens,
+                    "Raise max_tokens_per_rank, or split the batch the same way on all ranks.",
+                )
+            )
+        for name in names:
+            given = arguments[name]
+            if tokens == 0:
+                given = given.new_zeros(1, *given.shape[1:])
+            elif not given.requires_grad:
+                given = given.data  # the mark goes onto an alias, not onto the caller's tensor
+            torch._dynamo.decorators.mark_unbacked(given, 0, shape_id="tokens")
+            arguments[name] = given
         if tokens == 0:
-            for name in names:
-                empty = arguments[name]
-                arguments[name] = empty.new_zeros(1, *empty.shape[1:])
             context.num_valid.fill_(0)
         try:
-            for name in names:
-                torch._dynamo.decorators.mark_unbacked(arguments[name], 0, shape_id="tokens")
-            output = compiled(**arguments)
+            output = compiled(*bound.args, **bound.kwargs)
         finally:
             if tokens == 0:
                 context.num_valid.fill_(ALL_VALID)

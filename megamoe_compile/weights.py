@@ -76,7 +76,7 @@ class PreparedWeights:
 
     @classmethod
     def allocate(cls, geometry: WeightGeometry) -> PreparedWeights:
-        """Zero weights with scales of one: every expert computes exact zeros until it is written."""
+        """Zero weights with scales of one: an expert that is not written computes exact zeros."""
         e, h, i = geometry.num_rows, geometry.hidden_size, geometry.padded_intermediate_size
         device = geometry.device
         return cls(
@@ -118,6 +118,7 @@ def check_checkpoint(
                     f"{name}.dtype", f"{FP8} or torch.bfloat16", w.dtype, "Convert the checkpoint."
                 )
             )
+        _check_device(name, w)
     if w13.dtype != w2.dtype or w13.shape[0] != w2.shape[0]:
         raise ValueError(
             mismatch(
@@ -129,6 +130,15 @@ def check_checkpoint(
         )
     for name, scale, w in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
         _check_scale(name, scale, w)
+
+
+def _check_device(name: str, t: Tensor) -> None:
+    if t.device.type == "meta":
+        raise ValueError(
+            mismatch(
+                f"{name}.device", "one with data", t.device, "Materialize the checkpoint first."
+            )
+        )
 
 
 def _check_scale(name: str, scale: Tensor | None, w: Tensor) -> None:
@@ -162,6 +172,7 @@ def _check_scale(name: str, scale: Tensor | None, w: Tensor) -> None:
                 "Unpack or cast it; ue8m0 exponents are torch.float8_e8m0fnu.",
             )
         )
+    _check_device(name, scale)
 
 
 def write_expert(
@@ -179,9 +190,11 @@ def write_expert(
     w13, w2 = w13.to(device), w2.to(device)
     if padded != i:
         w13 = torch.cat([_pad_rows(half, padded) for half in w13.split(i)])
-        w2 = torch.nn.functional.pad(w2.view(torch.uint8), (0, padded - i)).view(w2.dtype) if (
-            w2.dtype == FP8
-        ) else torch.nn.functional.pad(w2, (0, padded - i))
+        w2 = (
+            torch.nn.functional.pad(w2.view(torch.uint8), (0, padded - i)).view(w2.dtype)
+            if (w2.dtype == FP8)
+            else torch.nn.functional.pad(w2, (0, padded - i))
+        )
     if w13_scale is None or w2_scale is None:
         w13, w13_scale = quantize_blocks(w13)
         w2, w2_scale = quantize_blocks(w2)
@@ -218,8 +231,22 @@ def can_adopt(geometry: WeightGeometry, w13: Tensor, w2: Tensor) -> bool:
 
 
 def adopt(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> PreparedWeights:
-    """Rearrange checked FP8 weights in place, expert by expert: one expert of extra memory."""
-    w13, w2 = w13.detach(), w2.detach()
+    """Rearrange checked FP8 weights in place, expert by expert: one expert of extra memory.
+
+    Call it outside inference mode, or a later load could not write into the result.
+    """
+    w13, w2 = _normal(w13), _normal(w2)
+    w13_scale, w2_scale = (
+        _normal(scale.to(w13.device, torch.float32).contiguous()) for scale in (w13_scale, w2_scale)
+    )
     for expert in w13:
         expert.copy_(interleave_gate_up(expert))
-    return PreparedWeights(w13, w13_scale.detach().float(), w2, w2_scale.detach().float())
+    return PreparedWeights(w13, w13_scale, w2, w2_scale)
+
+
+def _normal(t: Tensor) -> Tensor:
+    """The storage of t as a tensor that may be written anywhere; t may be an inference tensor."""
+    if not t.is_inference():
+        return t.detach()
+    alias = torch.empty(0, dtype=t.dtype, device=t.device)
+    return alias.set_(t.untyped_storage(), t.storage_offset(), t.shape, t.stride())

@@ -1,0 +1,76 @@
+"""Markers, skips with a reason, a fresh compiler per test, and ranks as processes."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo
+from helpers import RankPool, make_config
+from hypothesis import settings
+from torch._dynamo.utils import counters
+
+import megamoe_compile as mm
+
+MARKERS = {
+    "gpu": "needs a CUDA device; skipped, with the reason, where there is none",
+    "multirank": "starts several processes, one per rank, and fails on a hang",
+}
+# The same examples in every run, nothing written into the checkout.
+settings.register_profile("graph_tests", database=None, deadline=None, derandomize=True)
+settings.load_profile("graph_tests")
+NO_GPU = "needs a CUDA device: torch.cuda.is_available() is False"
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiled code of an earlier session, perhaps of another version of the op, must not be found.
+    torch.compiler.config.cache_key_tag = uuid.uuid4().hex
+    # As in the ranks' processes: the order of a sum may depend on the number of threads.
+    torch.set_num_threads(1)
+    for name, meaning in MARKERS.items():
+        config.addinivalue_line("markers", f"{name}: {meaning}")
+    if "s" not in (config.option.reportchars or ""):
+        config.option.reportchars = (config.option.reportchars or "") + "s"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """Every test starts with no compiled code and counters at zero, from one seed."""
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture
+def context(request: pytest.FixtureRequest) -> Iterator[mm.MegaMoEContext]:
+    """A CPU context; `@pytest.mark.parametrize("context", [{...}], indirect=True)` changes it."""
+    with mm.MegaMoEContext(make_config(**getattr(request, "param", {})), device="cpu") as made:
+        yield made
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+    """`ranks(n)`: n gloo processes that live as long as the session; `.run(function, ...)`."""
+    pools: dict[int, RankPool] = {}
+
+    def pool(world_size: int) -> RankPool:
+        if world_size not in pools:
+            folder: Path = tmp_path_factory.mktemp(f"ranks{world_size}")
+            pools[world_size] = RankPool(world_size, folder)
+        return pools[world_size]
+
+    yield pool
+    for made in pools.values():
+        made.close()

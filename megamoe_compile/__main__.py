@@ -1,0 +1,6 @@
+"""`python -m megamoe_compile`, the same as `megamoe`."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,39 @@
+"""What a capture says about itself: a row per bucket, and a bar while it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+@dataclasses.dataclass
+class BucketSummary:
+    """One row of `GraphRunner.summary()`; seconds, bytes and microseconds as the names say."""
+
+    bucket: int
+    path: str  # "cuda_graph" or, on a CPU, "compiled"
+    backend: str
+    capture_seconds: float
+    graph_bytes: int
+    replay_microseconds: float
+    replays: int = 0
+
+
+def compiled_graphs() -> int:
+    from torch._dynamo.utils import counters
+
+    return int(counters["stats"]["unique_graphs"])
+
+
+def progress_bar(items: list[T], show: bool) -> Iterable[T]:
+    if not show:
+        return items
+    try:
+        from tqdm import tqdm
+    except ImportError:  # a bar is a courtesy, not a dependency
+        return items
+    bar: Iterable[T] = tqdm(items, desc="capture", unit="bucket")
+    return bar

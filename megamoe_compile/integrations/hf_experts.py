@@ -1,0 +1,257 @@
+"""Experts modules of transformers: which ones the kernels compute, and moving their weights out."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..config import BLOCK
+from ..context import MegaMoEContext
+from ..custom_ops.errors import MegaMoEError, mismatch
+from ..custom_ops.reference import FP8, swiglu
+from ..module import MegaMoE
+
+CHILD = "megamoe"  # the name of the layer below the experts module
+PARAMETERS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
+KEEP = "Keep another experts_implementation for this model."
+
+
+class HFExperts(MegaMoE):
+    """The MegaMoE layer of one experts module, called as transformers calls experts.
+
+    Args:
+        local_ids: transformers has sharded the experts itself. Ids are then those of this rank's
+            experts, and the number of these experts stands for a slot of another rank.
+    """
+
+    def __init__(self, context: MegaMoEContext, *, local_ids: bool = False) -> None:
+        super().__init__(context)
+        self.top_k = context.config.top_k
+        self.sentinel = context.config.num_experts if local_ids else None
+        self.released = False
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor | int | None = None,
+    ) -> Tensor:
+        """As MegaMoE.forward, for any leading dimensions, and for fewer slots than top_k."""
+        rows = hidden_states.reshape(-1, hidden_states.shape[-1])
+        ids = topk_ids.reshape(-1, topk_ids.shape[-1])
+        weights = topk_weights.reshape(-1, topk_weights.shape[-1])
+        if self.sentinel is not None:
+            # The op skips such ids anyway, but counts them as mistakes of the router.
+            ids = ids.masked_fill(ids >= self.sentinel, -1)
+        if missing := self.top_k - ids.shape[-1]:
+            # The all-to-all of transformers sends (token, expert) pairs: rows of one slot.
+            ids = nn.functional.pad(ids, (0, missing), value=-1)
+            weights = nn.functional.pad(weights, (0, missing))
+        return super().forward(rows, ids, weights, num_valid).view(hidden_states.shape)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What an experts module holds; equal for all modules that may share a context."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int  # on this rank, where transformers has sharded them
+    swiglu_limit: float | None
+    transposed: bool  # [E, H, 2I] and [E, I, H]
+    local_ids: bool
+
+
+def find_experts(model: nn.Module) -> dict[str, Any]:
+    """The experts modules by name: those whose class takes an experts implementation.
+
+    Raises:
+        ValueError: there is none. MegaMoEError: some are converted already.
+    """
+    modules = {
+        name or type(module).__name__: module
+        for name, module in model.named_modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+    }
+    if not modules:
+        raise ValueError(
+            mismatch(
+                f"experts in {type(model).__name__}",
+                "at least one module that takes experts_implementation",
+                "none",
+                "Pass a MoE model of transformers.",
+            )
+        )
+    if converted := [name for name, module in modules.items() if CHILD in module._modules]:
+        raise MegaMoEError(
+            mismatch("experts to convert", "unconverted", converted, "Load the model anew.")
+        )
+    return modules
+
+
+def layout_of(experts: Any, name: str, group: dist.ProcessGroup | None) -> Layout:
+    """The layout of an experts module. ValueError where the kernels don't compute it."""
+    _check_kind(experts, name)
+    w13, w2 = local_parameter(experts, "gate_up_proj"), local_parameter(experts, "down_proj")
+    transposed = bool(experts.is_transposed)
+    count, hidden, intermediate = w2.shape if not transposed else w2.mT.shape
+    columns = (hidden, 2 * intermediate) if transposed else (2 * intermediate, hidden)
+    if tuple(w13.shape) != (count, *columns):
+        raise ValueError(
+            mismatch(f"{name}.gate_up_proj.shape", [count, *columns], list(w13.shape), KEEP)
+        )
+    # transformers before 5.20 shards the parameters and sets no flag.
+    local_ids = bool(getattr(experts, "_is_expert_parallel", False))
+    local_ids = local_ids or _is_sharded(experts._parameters["gate_up_proj"], dim=0)
+    sharded = local_ids or _is_sharded(experts._parameters["gate_up_proj"])
+    if sharded and group is not None and dist.get_world_size(group) > 1:
+        raise ValueError(
+            mismatch(
+                f"{name} with a group of {dist.get_world_size(group)} ranks",
+                "whole experts on every rank",
+                "experts that transformers has sharded",
+                "Load the model without its parallelism, or pass group=None.",
+            )
+        )
+    return Layout(hidden, intermediate, count, _limit(experts, name), transposed, local_ids)
+
+
+def local_parameter(experts: nn.Module, name: str) -> Tensor:
+    """A parameter of an experts module, or this rank's part of it where it is sharded."""
+    tensor = experts._parameters.get(name)
+    if tensor is None or not tensor.numel():
+        raise ValueError(
+            mismatch(
+                f"{type(experts).__name__}.{name}",
+                "a parameter",
+                "none",
+                f"Load the model anew if its experts were released. {KEEP}",
+            )
+        )
+    local = cast(Any, tensor).to_local() if _is_sharded(tensor) else tensor
+    return cast(Tensor, local.detach())
+
+
+def _is_sharded(tensor: Any, dim: int | None = None) -> bool:
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor) and any(
+        not placement.is_replicate() and dim in (None, getattr(placement, "dim", None))
+        for placement in tensor.placements
+    )
+
+
+def _check_kind(experts: Any, name: str) -> None:
+    tensors = {key: experts._parameters.get(key) for key in PARAMETERS}
+    dtypes = {t.dtype for key, t in tensors.items() if t is not None and "scale" not in key}
+    if any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+        raise ValueError(
+            mismatch(f"weights of {name}", "loaded", "on the meta device", "Load them first.")
+        )
+    scheme = getattr(experts, "activation_scheme", "dynamic")
+    block = getattr(experts, "block_size", None) if FP8 in dtypes else None
+    post_norm = getattr(experts, "has_post_expert_norm", False)
+    checks = (
+        ("has_gate", "True, SwiGLU", experts.has_gate, bool(experts.has_gate)),
+        ("has_bias", False, experts.has_bias, not experts.has_bias),
+        ("has_post_expert_norm", False, post_norm, not post_norm),
+        ("is_concatenated", "True, gate before up", False, bool(experts.is_concatenated)),
+        ("activation_scheme", "'dynamic'", repr(scheme), scheme == "dynamic"),
+        ("block_size", [BLOCK, BLOCK], block, block is None or list(block) == [BLOCK, BLOCK]),
+    )
+    for what, expected, got, holds in checks:
+        if not holds:
+            raise ValueError(mismatch(f"{name}.{what}", expected, got, KEEP))
+    if not dtypes <= {torch.bfloat16, FP8}:
+        raise ValueError(
+            mismatch(
+                f"dtype of {name}",
+                f"torch.bfloat16 or {FP8}",
+                ", ".join(sorted(map(str, dtypes))),
+                "Load the model with dtype=torch.bfloat16.",
+            )
+        )
+
+
+def _limit(experts: Any, name: str) -> float | None:
+    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell."""
+    limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
+    limit = None if limit is None else float(limit)
+    edge = limit or 8.0
+    points = torch.tensor([-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge])
+    gate, up = (t.reshape(1, -1) for t in torch.meshgrid(points, points, indexing="ij"))
+    expected = swiglu(gate, up, limit)
+    with torch.no_grad():
+        got = experts._apply_gate(torch.cat([gate, up], dim=1))
+    if got.shape != expected.shape or not torch.allclose(got.float(), expected, 1e-3, 1e-3):
+        raise ValueError(
+            mismatch(
+                f"unsupported activation of {name}",
+                f"SwiGLU, silu(gate) * up, with limit {limit}",
+                f"another function, from {getattr(experts, 'act_fn', None)} and _apply_gate",
+                KEEP,
+            )
+        )
+    return limit
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def convert(experts: Any, layout: Layout, context: MegaMoEContext) -> HFExperts:
+    """Move the weights of an inspected module into a new layer, its child, and free its own."""
+    layer = HFExperts(context, local_ids=layout.local_ids)
+    w13, s13, w2, s2 = (
+        None if experts._parameters.get(name) is None else local_parameter(experts, name)
+        for name in PARAMETERS
+    )
+    assert w13 is not None
+    assert w2 is not None
+    if layout.transposed:
+        geometry = context.weight_geometry
+        for row in range(geometry.num_local_experts):
+            expert = geometry.first_expert + row
+            w13_t, w2_t = w13[expert].T.contiguous(), w2[expert].T.contiguous()
+            layer.load_expert(expert, w13_t, None, w2_t, None)
+    else:
+        layer.load_weights(w13.contiguous(), s13, w2.contiguous(), s2)
+    for name in PARAMETERS:
+        if name in experts._parameters:
+            experts._parameters[name] = _remains(experts._parameters[name])
+    experts.add_module(CHILD, layer)
+    experts.register_state_dict_pre_hook(_refuse_state_dict)
+    return layer
+
+
+def _remains(parameter: Any) -> nn.Parameter | None:
+    """What stays in place of a parameter whose weights are gone: nothing, or an empty shard.
+
+    transformers sums the experts' output over the ranks where the module has a sharded parameter.
+    """
+    if not _is_sharded(parameter):
+        return None
+    from torch.distributed.tensor import DTensor
+
+    empty = parameter.to_local().new_empty(0, 0, 0)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    shape, stride = torch.Size((0, 0, 0)), (1, 1, 1)
+    shard = DTensor.from_local(empty, mesh, placements, run_check=False, shape=shape, stride=stride)
+    return nn.Parameter(shard, requires_grad=False)
+
+
+def _refuse_state_dict(experts: nn.Module, prefix: str, keep_vars: bool) -> None:
+    if CHILD in experts._modules:
+        raise MegaMoEError(
+            mismatch(
+                f"state_dict of {prefix}gate_up_proj and down_proj",
+                "the checkpoint's weights",
+                "weights prepared for the kernels, which transformers cannot read back",
+                "Save the model before its experts are converted.",
+            )
+        )
