@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MAX_LINES = {"library": 520, "benchmarks": 520, "csrc": 600, "graph_tests": 650}
+MAX_LINES = {"library": 520, "benchmarks": 520, "csrc": 600, "graph_tests": 700}
 LIBRARY = "megamoe_compile"
 OPS = f"{LIBRARY}.custom_ops"
 
