@@ -354,5 +354,7 @@ class ReferenceRuntime:
         padded = rows.new_full((longest, rows.shape[1]), -1)
         padded[: rows.shape[0]] = rows
         gathered = rows.new_empty(self.world_size * longest, rows.shape[1])
-        dist.all_gather_into_tensor(gathered, padded, group=self.group)
+        # torch 2.13 gave it another name, and warns about the old one.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(gathered, padded, group=self.group)
         return gathered

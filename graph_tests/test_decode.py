@@ -56,7 +56,8 @@ def test_batch_keeps_each_request_in_its_slot() -> None:
         assert len(set(slots)) == len(slots) == size
         assert all(0 <= slot < 8 for slot in slots)
         orders.add(slots == sorted(slots))
-        rows = zip(slots, inputs["positions"].tolist(), inputs["input_ids"].tolist(), strict=True)
+        columns = (inputs[name].flatten().tolist() for name in ("positions", "input_ids"))
+        rows = zip(slots, *columns, strict=True)
         for slot, position, token in rows:
             if position == 0:
                 fed[slot] = []

@@ -243,10 +243,14 @@ def test_a_progress_bar_on_request(block: Block, capsys: pytest.CaptureFixture[s
 
 def test_a_closed_context_refuses_replay(block: Block) -> None:
     with mm.MegaMoEContext(make_config(), device="cpu") as context:
-        runner = make_runner(Block(make_layer(context)), context, [4])
+        # The second step asks no op, as a replay of a captured graph asks none.
+        steps = (Block(make_layer(context)), lambda x, topk_ids, topk_weights: x)
+        runners = [make_runner(step, context, [4]) for step in steps]
         inputs = named(context.config, 3)
-        runner(num_tokens=3, **inputs)
-    with no_launch(context), refuses(mm.ContextClosed):
-        runner(num_tokens=3, **inputs)
-    with no_launch(context), refuses(mm.ContextClosed):
-        runner.capture()
+        for runner in runners:
+            runner(num_tokens=3, **inputs)
+    for runner in runners:
+        with no_launch(context), refuses(mm.ContextClosed):
+            runner(num_tokens=3, **inputs)
+        with no_launch(context), refuses(mm.ContextClosed):
+            runner.capture()

@@ -269,11 +269,18 @@ def test_s48_the_only_mutated_input_is_static(
         return original(self, *args, **kwargs)
 
     monkeypatch.setattr(kind, "post_compile", note)
-    for call in (Block(layer), lambda x, ids, weights: layer(x, ids, weights)):
+    rest = op_arguments(layer, inputs_of(layer, 7))[3:]
+
+    def bare(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """An engine's own call of the op, with the context's counter and no module around."""
+        result: Tensor = library.fused_moe(x, ids, weights, *rest)
+        return result
+
+    for call in (Block(layer), lambda x, ids, weights: layer(x, ids, weights), bare):
         torch._dynamo.reset()
         with torch.no_grad():
             torch.compile(call, fullgraph=True)(*inputs_of(layer, 7))
-    assert len(seen) == 2
+    assert len(seen) == 3
     for mutated, static in seen:
         assert len(mutated) == 1
         assert mutated <= static

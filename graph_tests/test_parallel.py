@@ -1,9 +1,8 @@
-"""The shape helpers on one process: groups of one, TP parts, exchange ops over a stand-in."""
+"""The shape helpers, chunks and plans on one process: groups of one, and TP parts."""
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,8 +12,6 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import exchange
-from megamoe_compile.custom_ops.exchange import SymmetricExchange
 
 plan_of = mm.StepPlan.from_counts
 MODES = pytest.mark.parametrize("mode", ["max_len", "sum_len"])
@@ -414,138 +411,3 @@ def test_a_step_that_gathers_gets_the_plan(context: mm.MegaMoEContext, compiled:
         assert torch.equal(runner(num_tokens=tokens, x=x), x * 2)
     with refuses(ValueError, "names that are not the runner's own", "plan"):
         mm.GraphRunner(step, {"plan": rows_of(1)}, [1], context)
-
-
-# -- the ops of the symmetric exchange, over a stand-in for peer memory ---------------------------
-
-
-class Echo(exchange.Transport):
-    """Three ranks in one: every peer brings what this one does, scaled by its number."""
-
-    def gather(self, rows: Tensor, out: Tensor) -> None:
-        out.copy_(torch.cat([rows, rows * 2, rows * 3]))
-
-    def reduce_scatter(self, rows: Tensor, out: Tensor) -> None:
-        out.copy_(sum(rows.chunk(3)))
-
-
-class EchoExchange(SymmetricExchange):
-    def _connect(self, device: torch.device, group: Any) -> exchange.Transport:
-        self.num_ranks = 3
-        return Echo()
-
-
-@pytest.fixture
-def echo() -> Iterator[EchoExchange]:
-    made = EchoExchange(8, 16, device="cpu")
-    yield made
-    made.close()
-
-
-OPS = pytest.mark.parametrize("op", [exchange.gather_rows, exchange.reduce_scatter_rows], ids=str)
-
-
-@OPS
-@pytest.mark.parametrize("rows", [0, 3, 6])
-def test_opcheck(op: Any, rows: int, echo: EchoExchange) -> None:
-    for x in (rows_of(rows), rows_of(rows, 2, 2), rows_of(2 * rows)[::2], rows_of(rows, 8)[:, 2:6]):
-        torch.library.opcheck(op, (x, echo.order, *echo._constants))
-
-
-@OPS
-def test_exchange_ops_alias_nothing_and_mutate_only_the_order(op: Any) -> None:
-    schema = op._schema
-    assert [a.name for a in schema.arguments if a.alias_info is not None] == ["order"]
-    assert all(result.alias_info is None for result in schema.returns)
-    assert torch.Tag.cudagraph_unsafe not in op.tags
-
-
-def test_exchange_in_a_compiled_step(echo: EchoExchange) -> None:
-    def step(x: Tensor) -> tuple[Tensor, Tensor]:
-        gathered = echo.gather(x)
-        echo.gather(x)  # unused, and equal to the first: both stay
-        return gathered, echo.reduce_scatter(gathered)
-
-    calls = []
-    transport = echo._transport
-    assert isinstance(transport, Echo)
-    gather = transport.gather
-    transport.gather = lambda *a: (calls.append(1), gather(*a))  # type: ignore
-    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
-    for rows in (5, 3, 0, 1, 8):
-        x = rows_of(rows)
-        calls.clear()
-        gathered, own = compiled(x)
-        assert len(calls) == 2
-        assert torch.equal(gathered, torch.cat([x, x * 2, x * 3]))
-        assert torch.allclose(own, x * 6)
-    assert counters["stats"]["unique_graphs"] <= 3
-
-
-def test_helpers_over_an_exchange(echo: EchoExchange) -> None:
-    for mode in ("max_len", "sum_len"):
-        plan = plan_of([2, 2, 2], 0, [4], mode=mode)  # type: ignore[arg-type]
-        x = plan.pad(rows_of(2))
-        gathered = mm.dp_gather(x, plan, echo)
-        assert torch.equal(gathered, torch.cat([x, x * 2, x * 3]))
-        assert torch.equal(mm.dp_scatter(gathered, plan, echo), x)
-        assert torch.allclose(mm.dp_scatter(gathered, plan, echo, reduce=True), x * 6)
-    x = rows_of(7)
-    assert mm.attn_tp_split(x, echo).shape == (3, 4)
-    assert mm.attn_tp_gather(x[:3], 7, echo).shape == (7, 4)
-    with refuses(ValueError, "rows of y", "3 (num_tokens over 3 ranks"):
-        mm.attn_tp_gather(x[:2], 7, echo)
-
-
-def test_exchange_refuses_what_does_not_fit(echo: EchoExchange) -> None:
-    echo.gather(rows_of(8))
-    with refuses(ValueError, "at most 128", "144", "largest step"):
-        echo.gather(rows_of(9))
-    with refuses(ValueError, "a multiple of 3", "4"):
-        echo.reduce_scatter(rows_of(4))
-    with refuses(ValueError, "at most 128", "144"):
-        echo.reduce_scatter(rows_of(27))
-    with pytest.raises(Exception, match="at most 128"):
-        torch.compile(echo.gather, fullgraph=True, backend="aot_eager")(rows_of(9))
-    with refuses(ValueError, "max_rows and row_bytes"):
-        EchoExchange(0, 16, device="cpu")
-    with refuses(ValueError, "a CUDA device", "cpu", "gloo group itself"):
-        SymmetricExchange(8, 16, device="cpu")
-
-
-def test_a_closed_or_lost_exchange_raises() -> None:
-    first, second = EchoExchange(8, 16, device="cpu"), EchoExchange(8, 16, device="cpu")
-    assert first.exchange_id != second.exchange_id
-    first.close()
-    first.close()
-    with refuses(mm.ContextClosed, f"exchange {first.exchange_id}"):
-        first.gather(rows_of(2))
-    arguments = (second.order, *second._constants)
-    assert exchange.gather_rows(rows_of(2), *arguments).shape == (6, 4)
-    del second
-    gc.collect()
-    with refuses(mm.ContextClosed):
-        exchange.gather_rows(rows_of(2), *arguments)
-
-
-def test_an_exchange_can_share_the_order_of_the_layers(context: mm.MegaMoEContext) -> None:
-    """Inductor then keeps exchanges and launches in program order; no launch is counted."""
-    layer = make_layer(context)
-    exchanged = EchoExchange(64, 256, device="cpu", order=context.launch_count)
-    runtime, transport, events = context._runtime, exchanged._transport, []
-    assert runtime is not None and isinstance(transport, Echo)
-    launch, gather = runtime.launch, transport.gather
-    runtime.launch = lambda *a: (events.append("launch"), launch(*a))  # type: ignore
-    transport.gather = lambda *a: (events.append("gather"), gather(*a))  # type: ignore
-
-    def step(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        exchanged.gather(x)
-        y: Tensor = layer(x, ids, weights)
-        exchanged.gather(ids)
-        return y
-
-    inputs = random_inputs(context.config, 3)
-    with torch.no_grad():
-        assert torch.equal(torch.compile(step, fullgraph=True)(*inputs), layer(*inputs))
-    assert events == ["gather", "launch", "gather", "launch"]
-    assert int(context.launch_count) == 2

@@ -47,6 +47,7 @@ READS_ENVIRONMENT = {
     "custom_ops/deep_gemm_check.py",
     "custom_ops/symmetric.py",
     "megamoe_compile/decode.py",
+    "megamoe_compile/decode_ranks.py",
     "megamoe_compile/doctor.py",
 }
 

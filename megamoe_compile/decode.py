@@ -3,12 +3,18 @@
 Requests arrive, decode greedily and leave, so that the batch rises, falls, runs empty and fits no
 bucket. Each step runs twice on the same inputs, with a KV cache of its own each: through
 torch.compile and the GraphRunner, padded to a bucket, and eagerly on exactly the active requests.
-Both use the same model and experts, so a difference is one of compiling, capturing or padding.
+
+On one rank both use the same model and experts, so a difference is one of compiling, capturing or
+padding. On several ranks attention is data-parallel: each rank has its own requests, cache and copy
+of the attention weights, and a share of the experts. Rank 0 then has all experts once more, and
+runs all ranks' requests eagerly by itself.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
 import time
 from collections.abc import Sequence
@@ -16,20 +22,33 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import Backend
 from .context import MegaMoEContext
 from .custom_ops.errors import mismatch
-from .decode_batch import Batch, batch_sizes
-from .decode_report import BucketReport, DecodeReport, Parity
+from .decode_batch import Batch, rank_sizes
+from .decode_model import load_model, random_model
+from .decode_ranks import number_of_ranks, run_ranks
+from .decode_report import BucketReport, DecodeReport, Parity, StepTimes
 from .graph import GraphRunner
 from .hf_config import moe_shape
 from .one_graph import compile_one_graph
 from .slot_cache import DecodeStep, SlotCache
+from .step_plan import StepPlan
 
 BUCKETS = (1, 2, 4, 8)
 TOLERANCE = 0.05
+TIMEOUT = 900.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What the captured steps are compared with: a prepared model, and its context of one rank."""
+
+    model: nn.Module
+    context: MegaMoEContext
 
 
 def decode(
@@ -38,21 +57,30 @@ def decode(
     *,
     steps: int = 64,
     buckets: Sequence[int] = BUCKETS,
+    width: int = 1,
     seed: int = 0,
     max_length: int = 64,
     tolerance: float = TOLERANCE,
+    reference: Reference | None = None,
 ) -> DecodeReport:
-    """Decode `steps` steps twice, captured and eager, and compare.
+    """Decode `steps` steps twice, captured and eager, and compare. Collective.
 
     Args:
         model: a causal language model of transformers on the context's device, prepared for
             `context`.
-        context: of one rank. Its capacity is at least the largest bucket.
-        buckets: ascending numbers of tokens, one token per request.
+        context: its capacity is at least the largest bucket. Several ranks need a group that does
+            collectives of CPU tensors.
+        buckets: ascending numbers of tokens of a rank, requests x width.
+        width: tokens that a request feeds per step: the last one and width - 1 drafts of what
+            follows, of which it keeps those that the model would have chosen.
         seed: of the requests and their prompts.
-        max_length: positions of a KV slot; a request that has filled its slot leaves.
+        max_length: tokens of a request, after which it leaves.
         tolerance: bound of a row's largest logit difference, relative to its largest logit. The
             compiled step rounds where eager does, so on a CPU nearly all logits are equal.
+        reference: rank 0 of several needs it: the same weights, with a capacity for all ranks.
+
+    Returns:
+        The report of all ranks, the same on each.
 
     Raises:
         ValueError: steps, buckets, max_length, or a model whose attention isn't full.
@@ -61,21 +89,29 @@ def decode(
         raise ValueError(
             mismatch("steps and max_length", "at least 1", (steps, max_length), "Raise them.")
         )
-    device, most = context.device, max(buckets, default=1)
-    captured, eager = (
-        DecodeStep(model, SlotCache(most, max_length), context.num_valid) for _ in range(2)
-    )
-    one = torch.zeros(1, dtype=torch.int64, device=device)
-    example = {"input_ids": one, "positions": one, "slots": one}
+    rank, ranks, device = context.rank, context.world_size, context.device
+    most, positions = max(buckets, default=1) // width, max_length + width - 1
+    captured = DecodeStep(model, SlotCache(most, positions), context.num_valid, width)
+    compared = Reference(model, context) if ranks == 1 else reference
+    eager = None
+    if rank == 0:
+        assert compared is not None
+        cache = SlotCache(ranks * most, positions)
+        eager = DecodeStep(compared.model, cache, compared.context.num_valid, width)
+    tokens = torch.zeros(1, width, dtype=torch.int64, device=device)
+    example = {"input_ids": tokens, "positions": tokens, "slots": tokens[:, 0]}
     with torch.no_grad():
+        context.warmup(list(buckets))
         for step in (captured, eager):
-            step(**example)  # allocates its cache, before anything is compiled
+            if step is not None:
+                step(**example)  # allocates its cache, before anything is compiled
         runner = GraphRunner(
             _compile(captured, context, list(example)),
             example,
             buckets,
             context,
-            rows={"slots": "requests"},
+            rows=dict.fromkeys(example, "requests"),
+            width=width,
             module=captured,
         )
         start = time.perf_counter()
@@ -83,39 +119,85 @@ def decode(
         capture_seconds = time.perf_counter() - start
 
         parity = Parity(tolerance)
-        batch = Batch(most, max_length, _text_config(model).vocab_size, seed)
-        timed: dict[int, list[tuple[int, float]]] = {bucket: [] for bucket in runner.buckets}
-        for number, size in enumerate(batch_sizes(steps, runner.buckets, seed)):
-            batch.resize(size)
+        batch = Batch(most, max_length, _text_config(model).vocab_size, seed + rank, width)
+        times: dict[int, list[StepTimes]] = {bucket: [] for bucket in runner.buckets}
+        requests = [bucket // width for bucket in runner.buckets]
+        for number, sizes in enumerate(rank_sizes(steps, requests, ranks, seed)):
+            batch.resize(sizes[rank])
             inputs = batch.inputs(device)
-            bucket = cast(int, runner.bucket_for(size))
-            output, seconds = _timed(runner, size, inputs)
-            timed[bucket].append((size, seconds))
-            if size:
-                parity.compare(f"step {number}, bucket {bucket}", output, eager(**inputs))
-            batch.advance(output[1])
+            plan = StepPlan.agree(sizes[rank] * width, context.group, runner.buckets, width)
+            bucket = cast(int, plan.bucket)
+            output, seconds = _timed(runner, plan, inputs)
+            kept = batch.advance(output[1])
+            done = _to_rank_0(context, _Done(inputs, output, seconds, kept))
+            times[bucket].append(
+                StepTimes(
+                    plan.tokens_per_rank, sum(d.kept for d in done), max(d.seconds for d in done)
+                )
+            )
+            if eager is not None and not plan.all_idle:
+                expected = _run_all(eager, done, most, device)
+                for of_rank, (got, want) in enumerate(zip(done, expected, strict=True)):
+                    if got.output[1].numel():
+                        where = f"step {number}, bucket {bucket}"
+                        where += f", rank {of_rank}" if ranks > 1 else ""
+                        parity.compare(where, got.output, want)
 
-    reports = [BucketReport(s.bucket, s.path, s.backend) for s in runner.summary()]
-    for report in reports:
-        pairs = timed[report.bucket]
-        report.fill([size for size, _ in pairs], [seconds for _, seconds in pairs])
-    busy = sum(seconds for pairs in timed.values() for size, seconds in pairs if size)
-    return DecodeReport(
-        parity=parity.holds,
-        max_relative_error=parity.max_relative_error,
-        tolerance=tolerance,
-        first_fault=parity.first_fault,
-        tokens=parity.tokens,
-        decided_tokens=parity.decided,
+    report = DecodeReport.of(
+        [BucketReport(s.bucket, s.path, s.backend) for s in runner.summary()],
+        times,
+        parity,
         steps=steps,
+        ranks=ranks,
+        width=width,
         backend=context.backend,
         reason=context.reason,
         device=str(device),
         graphs_compiled=runner.graphs_compiled,
         capture_seconds=capture_seconds,
-        tokens_per_second=parity.tokens / busy if busy else 0.0,
-        buckets=reports,
     )
+    reports: list[Any] = [report]
+    if context.group is not None:
+        dist.broadcast_object_list(reports, group_src=0, group=context.group)
+    return cast(DecodeReport, reports[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Done:
+    """One rank's step."""
+
+    inputs: dict[str, Tensor]
+    output: tuple[Tensor, Tensor]
+    seconds: float
+    kept: int
+
+
+def _to_rank_0(context: MegaMoEContext, done: _Done) -> list[_Done]:
+    """All ranks' steps, on the CPU where there are several; on other ranks the own one."""
+    if context.group is None:
+        return [done]
+    on_cpu = dataclasses.replace(
+        done,
+        inputs={name: tensor.cpu() for name, tensor in done.inputs.items()},
+        output=(done.output[0].cpu(), done.output[1].cpu()),
+    )
+    everyone: list[Any] | None = [None] * context.world_size if context.rank == 0 else None
+    dist.gather_object(on_cpu, everyone, group=context.group, group_dst=0)
+    return everyone or [on_cpu]
+
+
+def _run_all(
+    eager: DecodeStep, done: list[_Done], slots_per_rank: int, device: torch.device
+) -> list[tuple[Tensor, Tensor]]:
+    """The eager step of all ranks' requests in one batch -> (logits, tokens) per rank."""
+    columns = [dict(it.inputs) for it in done]
+    for rank, column in enumerate(columns):
+        column["slots"] = column["slots"] + rank * slots_per_rank
+    joined = {name: torch.cat([c[name] for c in columns]).to(device) for name in columns[0]}
+    logits, tokens = eager(**joined)
+    counts = [it.output[1].numel() for it in done]
+    home = done[0].output[0].device
+    return list(zip(logits.to(home).split(counts), tokens.to(home).split(counts), strict=True))
 
 
 def _compile(step: DecodeStep, context: MegaMoEContext, inputs: Sequence[str]) -> Any:
@@ -129,13 +211,13 @@ def _compile(step: DecodeStep, context: MegaMoEContext, inputs: Sequence[str]) -
 
 
 def _timed(
-    runner: GraphRunner, size: int, inputs: dict[str, Tensor]
+    runner: GraphRunner, plan: StepPlan, inputs: dict[str, Tensor]
 ) -> tuple[tuple[Tensor, Tensor], float]:
     device = runner.context.device
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     start = time.perf_counter()
-    output = cast(Any, runner)(num_tokens=size, **inputs)
+    output = cast(Any, runner)(plan=plan, **inputs)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return output, time.perf_counter() - start
@@ -143,58 +225,6 @@ def _timed(
 
 def _text_config(model: nn.Module) -> Any:
     return cast(Any, model).config.get_text_config()
-
-
-# -- models ----------------------------------------------------------------------------------------
-
-
-def random_model(seed: int = 0) -> nn.Module:
-    """A small Qwen3-MoE in bf16 with random weights: 2 layers, hidden 256, 16 experts, top-4."""
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    config = cast(Any, Qwen3MoeConfig)(
-        vocab_size=256,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=4096,
-        num_experts=16,
-        num_experts_per_tok=4,
-        norm_topk_prob=True,
-    )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = cast(Any, Qwen3MoeForCausalLM)._from_config(config, dtype=torch.bfloat16)
-        for name, weight in model.named_parameters():
-            if name.endswith("mlp.gate.weight"):
-                # Logits of standard deviation 4. A trained router is peaked too; the default, 0.3,
-                # weighs all experts alike, so that a tie turned by one rounding changes a lot.
-                nn.init.normal_(weight, std=4 * config.hidden_size**-0.5)
-    return cast(nn.Module, model.eval())
-
-
-def load_model(directory: Path) -> nn.Module:
-    """A local checkpoint, on the CPU, in bf16 or with its fine-grained FP8 experts.
-
-    Raises:
-        ValueError: not the directory of a MoE model that the kernels compute.
-    """
-    moe_shape(directory)  # the better message
-    from transformers import AutoModelForCausalLM
-
-    try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, local_files_only=True
-        )
-    except OSError as error:
-        raise ValueError(
-            mismatch("model", f"a checkpoint in {directory}", error, "Download it first.")
-        ) from error
-    return cast(nn.Module, model.eval())
 
 
 # -- command line ----------------------------------------------------------------------------------
@@ -208,7 +238,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_buckets,
         default=list(BUCKETS),
         metavar="N,N,...",
-        help="ascending batch sizes to capture (default: 1,2,4,8)",
+        help="ascending numbers of requests of a rank to capture (default: 1,2,4,8)",
+    )
+    parser.add_argument(
+        "--width",
+        type=_positive,
+        default=1,
+        help="tokens of a request per step, 1 + drafts (default: 1)",
+    )
+    parser.add_argument(
+        "--ranks",
+        type=_positive,
+        help="processes, each with its own requests and a share of the experts: started here, or "
+        "joined under torchrun (default: what torchrun started, else 1)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=TIMEOUT,
+        help=f"seconds after which several ranks are ended (default: {TIMEOUT:g})",
     )
     parser.add_argument(
         "--model",
@@ -242,37 +290,59 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         argparse.ArgumentError: a model that cannot be decoded.
     """
-    from .integrations.transformers import prepare
-
-    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        model = random_model(args.seed) if args.model is None else load_model(args.model)
-        context = prepare(
-            model,
-            max_tokens_per_rank=max(args.buckets),
-            device=device,
-            backend=args.backend,
-        )
-        with context:
-            report = decode(
-                model.to(device),
-                context,
-                steps=args.steps,
-                buckets=args.buckets,
-                seed=args.seed,
-                max_length=args.max_length,
-                tolerance=args.tolerance,
-            )
+        if args.model is not None:
+            moe_shape(args.model)  # no rank is started for a directory without a model
+        ranks = number_of_ranks(args.ranks)
+        rank, report = run_ranks(decode_rank, (args,), ranks, args.timeout)
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from error
     name = "random Qwen3-MoE" if args.model is None else str(args.model)
-    if args.json:
+    if rank == 0 and args.json:
         print(json.dumps({"model": name, **report.as_dict()}))
-    else:
+    elif rank == 0:
         print(f"model {name}; backend {report.backend} on {report.device}: {report.reason}")
         print(report.table())
         print(report.verdict())
     return 0 if report.parity else 1
+
+
+def decode_rank(
+    args: argparse.Namespace, local_rank: int, group: dist.ProcessGroup | None
+) -> DecodeReport:
+    """`decode` as the arguments say, on one rank of `group`."""
+    from .integrations.transformers import prepare
+
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None and group is not None:
+        # Ranks that share a GPU are allowed or refused by the context, with the reason.
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    buckets = [requests * args.width for requests in args.buckets]
+
+    def prepared(capacity: int, group: dist.ProcessGroup | None) -> Reference:
+        model = random_model(args.seed) if args.model is None else load_model(args.model)
+        context = prepare(
+            model, max_tokens_per_rank=capacity, group=group, device=device, backend=args.backend
+        )
+        return Reference(model.to(device), closing.enter_context(context))
+
+    with contextlib.ExitStack() as closing:
+        mine, whole = prepared(buckets[-1], group), None
+        ranks = mine.context.world_size
+        if ranks > 1 and mine.context.rank == 0:
+            whole = prepared(ranks * buckets[-1], None)
+        return decode(
+            mine.model,
+            mine.context,
+            steps=args.steps,
+            buckets=buckets,
+            width=args.width,
+            seed=args.seed,
+            max_length=args.max_length,
+            tolerance=args.tolerance,
+            reference=whole,
+        )
 
 
 def _positive(text: str) -> int:

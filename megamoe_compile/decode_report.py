@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -57,9 +57,22 @@ class Parity:
         return self.first_fault is None and self.tokens > 0
 
 
+@dataclasses.dataclass(frozen=True)
+class StepTimes:
+    """One step of all ranks: real tokens of each, how many were kept, and the slowest's time."""
+
+    tokens: tuple[int, ...]
+    kept: int
+    seconds: float
+
+
 @dataclasses.dataclass
 class BucketReport:
-    """One bucket. `idle` of its `steps` had no token; the times are of those that had some."""
+    """One bucket. `idle` counts each rank's steps without a token, of ranks x steps.
+
+    `tokens` went through the model; the times are of steps that had some, and tokens per second
+    count those that were kept: with width 1 all of them.
+    """
 
     bucket: int
     path: str
@@ -70,13 +83,15 @@ class BucketReport:
     ms_per_step: float | None = None  # median
     tokens_per_second: float | None = None
 
-    def fill(self, sizes: Sequence[int], seconds: Sequence[float]) -> None:
-        """Take the sizes of this bucket's steps and their times."""
-        busy = [time for size, time in zip(sizes, seconds, strict=True) if size]
-        self.steps, self.idle, self.tokens = len(sizes), len(sizes) - len(busy), sum(sizes)
+    def fill(self, steps: Sequence[StepTimes]) -> None:
+        """Take this bucket's steps."""
+        busy = [step.seconds for step in steps if any(step.tokens)]
+        self.steps = len(steps)
+        self.idle = sum(step.tokens.count(0) for step in steps)
+        self.tokens = sum(sum(step.tokens) for step in steps)
         if busy:
             self.ms_per_step = statistics.median(busy) * 1e3
-            self.tokens_per_second = self.tokens / sum(busy)
+            self.tokens_per_second = sum(step.kept for step in steps) / sum(busy)
 
     def row(self) -> str:
         times = (self.ms_per_step, self.tokens_per_second)
@@ -89,7 +104,7 @@ class BucketReport:
 
 @dataclasses.dataclass
 class DecodeReport:
-    """What `decode` found. Tokens per second are real tokens over the time of their replays."""
+    """What `decode` found. Tokens per second are kept tokens over the time of their replays."""
 
     parity: bool
     max_relative_error: float
@@ -97,7 +112,11 @@ class DecodeReport:
     first_fault: str | None
     tokens: int
     decided_tokens: int
+    kept_tokens: int
     steps: int
+    idle_steps: int  # each rank's steps without a token, of ranks x steps
+    ranks: int
+    width: int
     backend: str
     reason: str
     device: str
@@ -105,6 +124,34 @@ class DecodeReport:
     capture_seconds: float
     tokens_per_second: float
     buckets: list[BucketReport]
+
+    @classmethod
+    def of(
+        cls,
+        buckets: list[BucketReport],
+        times: Mapping[int, Sequence[StepTimes]],
+        parity: Parity,
+        **fields: Any,
+    ) -> DecodeReport:
+        """The report of steps by bucket; `fields` are those that only the decoder knows."""
+        for bucket in buckets:
+            bucket.fill(times[bucket.bucket])
+        steps = [step for of_bucket in times.values() for step in of_bucket]
+        busy = sum(step.seconds for step in steps if any(step.tokens))
+        kept = sum(step.kept for step in steps)
+        return cls(
+            parity=parity.holds,
+            max_relative_error=parity.max_relative_error,
+            tolerance=parity.tolerance,
+            first_fault=parity.first_fault,
+            tokens=parity.tokens,
+            decided_tokens=parity.decided,
+            kept_tokens=kept,
+            idle_steps=sum(bucket.idle for bucket in buckets),
+            tokens_per_second=kept / busy if busy else 0.0,
+            buckets=buckets,
+            **fields,
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """The --json object. An infinite error is null there."""
@@ -116,6 +163,12 @@ class DecodeReport:
     def table(self) -> str:
         titles = "bucket  path        backend     steps  idle  tokens   ms/step  tokens/s"
         rows = [titles, *(bucket.row() for bucket in self.buckets)]
+        if self.ranks > 1 or self.width > 1:
+            rows.append(
+                f"{self.ranks} rank(s), width {self.width}: {self.idle_steps} of "
+                f"{self.ranks * self.steps} steps of a rank idle; {self.kept_tokens} of "
+                f"{self.tokens} tokens kept"
+            )
         return "\n".join(rows) + (
             f"\n{self.graphs_compiled} graph(s) compiled, {len(self.buckets)} buckets captured in "
             f"{self.capture_seconds:.1f} s; {self.tokens} tokens in {self.steps} steps, "
@@ -126,7 +179,9 @@ class DecodeReport:
         error = f"max relative error {self.max_relative_error:.2g}, bound {self.tolerance:g}"
         if not self.parity:
             return f"NO PARITY: {self.first_fault or 'no token was compared'} ({error})"
+        on_ranks, on_one = (f" on {self.ranks} ranks", " on one") if self.ranks > 1 else ("", "")
         return (
-            f"PARITY: captured equals eager; {error}; all {self.decided_tokens} tokens of "
+            f"PARITY: captured{on_ranks} equals eager{on_one}; {error}; "
+            f"all {self.decided_tokens} tokens of "
             f"{self.tokens} that lead by more than the bound are equal"
         )

@@ -118,8 +118,8 @@ class DecodeStep(nn.Module):
         """Run the step.
 
         Args:
-            input_ids, positions: int64 [T], T = R * W. slots: int64 [R]. Rows of padding may hold
-                anything: they write to the cache's pad slot and nothing reads them.
+            input_ids, positions: int64 [R, W], or [T], T = R * W. slots: int64 [R]. Rows of padding
+                may hold anything: they write to the cache's pad slot and nothing reads them.
 
         Returns:
             (logits [T, V] in the model's dtype, the most likely tokens, int64 [T])
