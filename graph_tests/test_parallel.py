@@ -135,6 +135,15 @@ def test_s30_pad_rows_come_out_as_zeros_whatever_they_were() -> None:
             assert own.tolist() == [[1] * 3] * 3 + [[0] * 3]
 
 
+def test_the_plan_of_a_captured_graph_takes_all_rows_for_real() -> None:
+    """Its real count is on the device; without it nothing is masked, and nothing is a view."""
+    plan, y = mm.StepPlan.of_bucket(4), rows_of(4)
+    own = mm.dp_scatter(y, plan, None)
+    assert torch.equal(own, y) and not shares_memory(own, y)
+    count = torch.tensor([1], dtype=torch.int32)
+    assert mm.dp_scatter(y, plan, None, num_valid=count).any(dim=1).tolist() == [True] + 3 * [False]
+
+
 @pytest.mark.parametrize("shape,dtype", [((), torch.int64), ((2, 3), torch.bfloat16)])
 @MODES
 def test_rows_of_any_kind(shape: tuple[int, ...], dtype: torch.dtype, mode: Any) -> None:

@@ -151,6 +151,31 @@ def test_s38_s39_s42_draft_and_verify_with_idle_ranks(ranks: Ranks, world_size: 
     ranks(world_size).run(draft_steps)
 
 
+def poisoned_steps(rank: int, world_size: int) -> None:
+    """Old data, NaN and Inf in the pad rows of each rank's bucket, all of them the same rows."""
+    reference = OneProcess()
+    counts = [3, 0, 8, 1][:world_size]
+    plan = plan_of(counts, rank, BUCKETS)
+    batches = [inputs_of(r, n, 0) for r, n in enumerate(counts)]
+    batches[0][1][0, 1:] = -1  # some slots of a row, and a whole row
+    batches[0][1][1] = -1
+    want = reference(batches)[rank]
+    with make_context() as context:
+        runner = make_runner(context, make_layer(context))
+        for value in (0.0, 1e30, float("nan"), float("inf")):
+            for static in (runner._static["hidden_states"], runner._static["topk_weights"]):
+                static.fill_(value)
+            runner._static["topk_ids"].fill_(5)
+            assert_same(runner(plan=plan, **named(batches[rank])), want, f"padding {value}")
+            assert context.invalid_id_count == 0
+        assert rank != 0 or not want[1].any()
+
+
+@WORLDS
+def test_s28_s29_s32_pad_rows_of_no_rank_are_routed(ranks: Ranks, world_size: int) -> None:
+    ranks(world_size).run(poisoned_steps)
+
+
 # -- agreement ------------------------------------------------------------------------------------
 
 

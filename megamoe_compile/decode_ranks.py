@@ -129,6 +129,9 @@ def _launch(function: Callable[..., T], args: tuple[Any, ...], ranks: int, timeo
                 theirs.close()  # so that the death of the process ends the pipe
                 workers.append(_Worker(process, ours))
             replies = _collect(workers, deadline)
+            if not _failed(replies, ranks):
+                for worker in workers:  # what it holds of the system goes with a normal end
+                    worker.process.join(GRACE)
         finally:
             for worker in workers:
                 worker.process.kill()
@@ -154,6 +157,10 @@ def _collect(workers: list[_Worker], deadline: float) -> dict[int, Any]:
             if isinstance(replies[rank], _Failure):
                 deadline = min(deadline, time.monotonic() + GRACE)
     return replies
+
+
+def _failed(replies: dict[int, Any], ranks: int) -> bool:
+    return len(replies) < ranks or any(isinstance(it, _Failure) for it in replies.values())
 
 
 def _check(replies: dict[int, Any], ranks: int, timeout: float) -> None:

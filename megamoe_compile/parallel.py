@@ -122,7 +122,7 @@ def attn_tp_gather(y: Tensor, num_tokens: int, group: Group) -> Tensor:
     _, size = _place(group)
     _check_rows_dim(y)
     rows = (num_tokens + size - 1) // size
-    check_rows("rows of y", y.shape[0], rows, f"num_tokens over {size} ranks, rounded up")
+    check_rows("rows of y", y.shape[0], rows, "num_tokens over the ranks, rounded up")
     return _all_gather(y, group).narrow(0, 0, num_tokens)
 
 
