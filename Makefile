@@ -43,7 +43,7 @@ demo: $(call installed,hf)
 
 # One thread in each test process: more would only spin against the other's.
 test: $(call installed,hf+test$(triton))
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest $(TESTS) -n $(WORKERS) $(PYTEST_ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(RUN) -m pytest $(TESTS) -n $(WORKERS) --dist loadfile $(PYTEST_ARGS)
 
 check: $(call installed,hf+test$(triton)+dev)
 	$(RUN) -m ruff check .

@@ -119,7 +119,7 @@ def test_s70_a_call_inside_a_with_block(layer: mm.MegaMoE) -> None:
 
     x = inputs_of(layer, 5)[0]
     compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
-    assert_close(compiled(x), forward(x), 0.01)
+    assert_close(compiled(x), forward(x), 0.02)
     assert compiled_graphs() == 1
     assert not counters["graph_break"]
 

@@ -102,8 +102,31 @@ def test_helpers_over_an_exchange(echo: EchoExchange) -> None:
     x = rows_of(7)
     assert mm.attn_tp_split(x, echo).shape == (3, 4)
     assert mm.attn_tp_gather(x[:3], 7, echo).shape == (7, 4)
-    with refuses(ValueError, "rows of y", "3 (num_tokens over 3 ranks"):
+    with refuses(ValueError, "rows of y", "3 (num_tokens over the ranks"):
         mm.attn_tp_gather(x[:2], 7, echo)
+
+
+class Pair(SymmetricExchange):
+    """Two ranks in one."""
+
+    def _connect(self, device: torch.device, group: Any) -> exchange.Transport:
+        self.num_ranks = 2
+        transport = Echo()
+        transport.gather = lambda rows, out: out.copy_(torch.cat([rows, rows]))  # type: ignore
+        return transport
+
+
+def test_one_compiled_function_over_exchanges_of_other_sizes(echo: EchoExchange) -> None:
+    """torch.compile then takes their numbers of ranks for symbolic: no message may format them."""
+
+    def step(x: Tensor, group: SymmetricExchange) -> Tensor:
+        return mm.attn_tp_gather(mm.attn_tp_split(x, group), x.shape[0], group)
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for group in (echo, Pair(8, 16, device="cpu"), Pair(16, 16, device="cpu"), echo):
+        for rows in (6, 7):
+            x = rows_of(rows)
+            assert torch.equal(compiled(x, group), step(x, group))
 
 
 def test_exchange_refuses_what_does_not_fit(echo: EchoExchange) -> None:

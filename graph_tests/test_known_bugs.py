@@ -1,4 +1,4 @@
-"""Bugs that other projects shipped (docs: the S rows), where no other file has the row.
+"""Bugs that other projects shipped (the S numbers), where no other file has the row.
 
 What a compiler may not do with the op, what a compile cache may not keep, what an import may not
 break. Rows about inputs, padding, state and sizes stand in the files of those subjects.

@@ -284,6 +284,22 @@ def test_chunks_compile_into_a_graph_per_number_of_chunks(context: mm.MegaMoECon
 
 
 @chunked
+def test_chunks_of_a_plan_compile_too(context: mm.MegaMoEContext) -> None:
+    layer = make_layer(context)
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch.no_grad():
+        for tokens in (3, 7, 11, 2, 8, 12, 9):
+            inputs = random_inputs(context.config, tokens)
+            before = int(context.launch_count)
+            with context.step(plan_of([tokens], 0)):
+                y = compiled(*inputs)
+            assert int(context.launch_count) - before == -(-tokens // 4)
+            assert torch.equal(y, layer(*inputs))
+    # A graph for each number of launches, and one more where the last is exactly full.
+    assert counters["stats"]["unique_graphs"] <= 6
+
+
+@chunked
 def test_a_plan_sets_the_number_of_launches(context: mm.MegaMoEContext) -> None:
     """More than this rank's own rows need: the others' launches must find a partner."""
     layer = make_layer(context)

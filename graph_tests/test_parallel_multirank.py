@@ -15,6 +15,7 @@ from helpers import (
     assert_close,
     assert_one_sentence,
     assert_same,
+    make_config,
     make_layer,
     outcome,
 )
@@ -432,6 +433,11 @@ def odd_groups(rank: int, world_size: int) -> tuple[str, str]:
         x = torch.ones(plan.padded_tokens, 2)
         assert torch.equal(mm.dp_gather(x, plan, group), x)
         assert torch.equal(mm.attn_tp_gather(mm.attn_tp_split(x, group), 4, group), x)
+        with mm.MegaMoEContext(make_config(), device="cpu") as alone:
+            world = {"x": torch.ones(1)}, [1], alone
+            wide = outcome(lambda: mm.GraphRunner(print, *world, verify=dist.group.WORLD))
+            assert "ranks of the group: expected 1," in wide, wide
+            mm.GraphRunner(print, *world, verify=group)
     for_cuda = dist.new_group(backend="cuda:gloo")
     return outside, outcome(lambda: mm.StepPlan.agree(1, for_cuda, BUCKETS))
 

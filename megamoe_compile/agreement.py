@@ -43,11 +43,22 @@ def check_member(group: dist.ProcessGroup) -> None:
         )
 
 
-def check_group(group: dist.ProcessGroup | None) -> None:
-    """ValueError unless `group` is None, or has this rank and does collectives of CPU tensors."""
+def check_group(group: dist.ProcessGroup | None, num_ranks: int | None = None) -> None:
+    """ValueError unless `group` is None, or has this rank (and num_ranks of them) and does
+    collectives of CPU tensors.
+    """
     if group is None:
         return
     check_member(group)
+    if num_ranks is not None and dist.get_world_size(group) != num_ranks:
+        raise ValueError(
+            mismatch(
+                "ranks of the group",
+                f"{num_ranks}, those of the context",
+                dist.get_world_size(group),
+                "Make it over the context's ranks: dist.new_group(ranks, backend='gloo').",
+            )
+        )
     devices = [device.type for device in group._device_types]
     if "cpu" not in devices:
         raise ValueError(

@@ -92,7 +92,7 @@ class GraphRunner:
         with_plan: bool = False,
         verify: dist.ProcessGroup | None = None,
     ) -> None:
-        check_group(verify)
+        check_group(verify, context.world_size)
         self.step = step
         self.with_plan = with_plan
         self.verify = verify
