@@ -274,11 +274,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="of this code, where the run has no repository")
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
     data: dict[str, Any] = {
-        "environment": environment(),
+        "environment": environment(args.commit),
         "preset": args.preset,
         "copy_terabytes_per_second": bandwidth / 1e12,
         "calls_per_graph": CALLS,

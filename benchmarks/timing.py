@@ -104,8 +104,8 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
     return 2 * source.nbytes / statistics.median(samples[2:])
 
 
-def environment() -> dict[str, Any]:
-    """GPU, driver, versions, commit and date."""
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """GPU, driver, versions, date, and the commit: given, where the run has no repository."""
 
     def run(*command: str) -> str:
         try:
@@ -124,8 +124,7 @@ def environment() -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "sgl-deep-gemm": installed_version(),
         "python": platform.python_version(),
-        "commit": run("git", "rev-parse", "--short", "HEAD"),
-        "uncommitted_changes": bool(run("git", "status", "--porcelain")),
+        "commit": commit or run("git", "describe", "--always", "--dirty"),
     }
 
 
