@@ -26,6 +26,9 @@ from .symmetric import SymmetricBuffer, agree, ranks_on_my_device
 
 DISTRIBUTION = "sgl-deep-gemm"
 MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
+# One row's scales, 4 bytes per 128 columns, must fill 16-byte units for the tensor copy engine:
+# 128 and 256 columns were refused on the hardware, 512 ran.
+HIDDEN_ALIGNMENT = 512
 INTERMEDIATE_ALIGNMENT = 256  # its tiles of w13 are 512 rows at the most
 JIT_CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 Version = tuple[int, ...]
@@ -85,27 +88,26 @@ def shape_problem(
     wheel: str, hidden_size: int, intermediate_size: int, num_slots: int, ep_size: int
 ) -> str | None:
     """What the kernel refuses about a shape (intermediate_size as padded), or None."""
-    hidden_alignment = 512 if parse_version(wheel) >= (0, 2, 5) else 128
-    if hidden_size % hidden_alignment:
+    if hidden_size % HIDDEN_ALIGNMENT:
         return mismatch(
             "hidden_size",
-            f"a multiple of {hidden_alignment} ({DISTRIBUTION} {wheel})",
+            f"a multiple of {HIDDEN_ALIGNMENT} ({DISTRIBUTION} {wheel})",
             hidden_size,
-            "Use backend='triton'.",
+            "backend='reference' runs it, slowly.",
         )
     if intermediate_size > MAX_INTERMEDIATE or intermediate_size % INTERMEDIATE_ALIGNMENT:
         return mismatch(
             "padded intermediate_size",
             f"a multiple of {INTERMEDIATE_ALIGNMENT}, at most {MAX_INTERMEDIATE}",
             intermediate_size,
-            "Use backend='triton'.",
+            "backend='reference' runs it, slowly.",
         )
     if num_slots > 32 or ep_size > 72:
         return mismatch(
             "(top_k + num_shared_experts, ranks)",
             "at most (32, 72)",
             (num_slots, ep_size),
-            "Use backend='triton'.",
+            "backend='reference' runs it, slowly.",
         )
     return None
 

@@ -1,5 +1,7 @@
 """The small-batch FP8 path of one rank on SM90: launcher of csrc/small_batch.cu.
 
+No backend takes it yet: docs/design.md has what it reaches and what it still lacks.
+
 Two kernels, joined by programmatic dependent launch, that read every touched expert's weights once.
 They take the layer's inputs as they are (bf16 rows, raw expert ids): no staging kernel runs before.
 With `staged`, they take rows that are quantized already, for instance gathered from other ranks.
@@ -231,7 +233,7 @@ class SmallBatch:
                     "small-batch kernels",
                     "an SM90 GPU and a geometry the kernels take",
                     self._error_string(error),
-                    'Use backend="triton" on other GPUs.',
+                    'backend="reference" runs on any GPU, slowly.',
                 )
             )
 

@@ -11,6 +11,8 @@ import torch
 from .config import MegaMoEConfig
 from .custom_ops.errors import BackendUnavailable, mismatch
 
+SLOW_CURE = "Without it, backend='reference' runs here, slowly."
+
 
 @dataclasses.dataclass(frozen=True)
 class Capability:
@@ -76,13 +78,15 @@ def _decide_cuda(
     if capability[0] != 9:
         reason = (
             f"the deep_gemm backend needs an SM90 GPU (H100, H200, H20), got "
-            f"{details['gpu']} (SM{capability[0]}{capability[1]}). Pass backend='triton'."
+            f"{details['gpu']} (SM{capability[0]}{capability[1]}). {SLOW_CURE}"
         )
         return Capability(None, reason, details)
     problem = _deep_gemm_problem(config, device, details)
     if problem is not None:
         # Never a silent fallback: this GPU could run the fast kernel, and the cure is known.
-        return Capability(None, problem + " Or ask for backend='triton'.", details)
+        return Capability(
+            None, problem + " Without it, backend='reference' runs here, slowly.", details
+        )
     asked = "asked for" if config.backend == "deep_gemm" else "an SM90 GPU"
     return Capability("deep_gemm", f"{asked}, and a launch of the kernel was right", details)
 

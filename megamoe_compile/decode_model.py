@@ -13,14 +13,17 @@ from .hf_config import moe_shape
 
 
 def random_model(seed: int = 0) -> nn.Module:
-    """A small Qwen3-MoE in bf16 with random weights: 2 layers, hidden 256, 16 experts, top-4."""
+    """A small Qwen3-MoE in bf16 with random weights: 2 layers, hidden 512, 16 experts, top-4.
+
+    Its experts have the least shape that the mega kernel takes: 512 x 256.
+    """
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = cast(Any, Qwen3MoeConfig)(
         vocab_size=256,
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=128,
+        hidden_size=512,
+        intermediate_size=512,
+        moe_intermediate_size=256,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
