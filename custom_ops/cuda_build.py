@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,9 +21,10 @@ from pathlib import Path
 
 import torch
 
-from .errors import BackendUnavailable, mismatch
+from .errors import BackendUnavailable, MegaMoEError, mismatch
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
+JIT_CACHE_VARIABLE = "DG_JIT_CACHE_DIR"  # read by DeepGEMM, when it first compiles
 BUILD_SECONDS = 600  # a compiler that takes longer hangs
 
 
@@ -253,3 +255,21 @@ def resource_report(library: Path) -> list[KernelResources]:
         )
         for match in _ENTRY.finditer(log)
     ]
+
+
+def set_jit_cache_dir(path: str | os.PathLike[str]) -> None:
+    """Keep the kernels that DeepGEMM compiles under `path`, for this process and its children.
+
+    Raises:
+        MegaMoEError: deep_gemm is imported already, and may have made its choice.
+    """
+    if "deep_gemm" in sys.modules:
+        raise MegaMoEError(
+            mismatch(
+                "set_jit_cache_dir",
+                "a call before the first context of the process",
+                "deep_gemm imported already",
+                "Call it first thing, before building a MegaMoEContext.",
+            )
+        )
+    os.environ[JIT_CACHE_VARIABLE] = os.fspath(path)

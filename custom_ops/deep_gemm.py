@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -30,7 +29,6 @@ MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
 # 128 and 256 columns were refused on the hardware, 512 ran.
 HIDDEN_ALIGNMENT = 512
 INTERMEDIATE_ALIGNMENT = 256  # its tiles of w13 are 512 rows at the most
-JIT_CACHE_VARIABLE = "DG_JIT_CACHE_DIR"
 Version = tuple[int, ...]
 
 # torch release -> (lowest wheel, first wheel that no longer fits, wheel to install). A wheel links
@@ -110,11 +108,6 @@ def shape_problem(
             "backend='reference' runs it, slowly.",
         )
     return None
-
-
-def set_jit_cache_dir(path: str | os.PathLike[str]) -> None:
-    """Keep DeepGEMM's compiled kernels under `path`. Before the first kernel of the process."""
-    os.environ[JIT_CACHE_VARIABLE] = os.fspath(path)
 
 
 class Api(Protocol):

@@ -7,6 +7,7 @@ fails; nothing here says that their kernels compute right.
 
 from __future__ import annotations
 
+import os
 import sys
 import types
 from collections.abc import Iterator
@@ -243,6 +244,19 @@ def test_an_import_that_fails_is_reported_with_the_cure(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "deep_gemm", None)  # an import of it raises
     with refuses(BackendUnavailable, "0.2.5", "2.14.1", "--no-deps"):
         deep_gemm.load_api()
+
+
+def test_the_jit_cache_can_be_set_before_deep_gemm_is_imported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.setenv(cuda_build.JIT_CACHE_VARIABLE, "before")
+    monkeypatch.delitem(sys.modules, "deep_gemm", raising=False)
+    mm.set_jit_cache_dir(tmp_path)
+    assert os.environ[cuda_build.JIT_CACHE_VARIABLE] == str(tmp_path)
+    monkeypatch.setitem(sys.modules, "deep_gemm", types.SimpleNamespace())
+    with refuses(mm.MegaMoEError, "set_jit_cache_dir", "imported already"):
+        mm.set_jit_cache_dir("elsewhere")
+    assert os.environ[cuda_build.JIT_CACHE_VARIABLE] == str(tmp_path)
 
 
 # -- the probe, on a GPU that is not there --------------------------------------------------------

@@ -4,6 +4,7 @@ from .capability import Capability, probe
 from .capture_report import BucketSummary
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
+from .custom_ops.cuda_build import set_jit_cache_dir
 from .custom_ops.errors import (
     BackendUnavailable,
     CapacityError,
@@ -42,4 +43,5 @@ __all__ = [
     "dp_scatter",
     "probe",
     "real_rows_of",
+    "set_jit_cache_dir",
 ]
