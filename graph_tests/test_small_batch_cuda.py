@@ -221,6 +221,7 @@ def emulated() -> ctypes.CDLL:
     folder = Path(tempfile.mkdtemp(prefix="cpu_gpu-"))
     library = folder / "small_batch.so"
     command = ["g++", "-O1", "-std=gnu++20", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi"]
+    command.append("-Wl,-Bsymbolic")  # our cuda* functions, not those of a CUDA build of torch
     command += [f"-I{include}", "-o", str(library), str(HERE / "cpu_gpu.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
