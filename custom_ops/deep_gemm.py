@@ -25,8 +25,8 @@ from .symmetric import SymmetricBuffer, agree, ranks_on_my_device
 
 DISTRIBUTION = "sgl-deep-gemm"
 MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
-# One row's scales, 4 bytes per 128 columns, must fill 16-byte units for the tensor copy engine:
-# 128 and 256 columns were refused on the hardware, 512 ran.
+# One row's scales, 4 bytes per 128 columns, must fill 16-byte units, by an assertion of the wheel:
+# on the hardware 256 columns met it, 512 ran.
 HIDDEN_ALIGNMENT = 512
 INTERMEDIATE_ALIGNMENT = 256  # its tiles of w13 are 512 rows at the most
 Version = tuple[int, ...]
