@@ -26,3 +26,9 @@ class ContextClosed(MegaMoEError):
 def mismatch(what: str, expected: object, got: object, cure: str) -> str:
     """One error sentence: what was expected, what was got, the cure."""
     return f"{what}: expected {expected}, got {got}. {cure}"
+
+
+def require(condition: bool, what: str, expected: object, got: object, cure: str) -> None:
+    """Raise a ValueError of one sentence unless the condition holds."""
+    if not condition:
+        raise ValueError(mismatch(what, expected, got, cure))

@@ -21,16 +21,11 @@ import torch
 from torch import Tensor
 
 from . import cuda_build
-from .errors import BackendUnavailable, CapacityError, mismatch
+from .errors import BackendUnavailable, CapacityError, mismatch, require
 
 GROUP = 128  # columns per scale
 MAX_TOP_K = 32
 MAX_SLOTS = 64  # top_k + num_shared_experts: one thread each in the kernel's smallest block
-
-
-def _require(condition: bool, what: str, expected: object, got: object, cure: str) -> None:
-    if not condition:
-        raise ValueError(mismatch(what, expected, got, cure))
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,7 @@ class StagingBuffer:
 
     def __post_init__(self) -> None:
         capacity, hidden = self.x.shape
-        _require(
+        require(
             hidden > 0 and hidden % GROUP == 0,
             "buffer x.shape[1]",
             f"a multiple of {GROUP}",
@@ -79,7 +74,7 @@ class StagingBuffer:
             view: Tensor = getattr(self, name)
             got = (tuple(view.shape), view.dtype, view.is_contiguous(), view.device)
             expected = (shape, dtype, True, self.x.device)
-            _require(
+            require(
                 got == expected,
                 f"buffer {name} (shape, dtype, contiguous, device)",
                 expected,
@@ -100,14 +95,14 @@ def _top_k(buffer: StagingBuffer, routing: Routing) -> int:
     """Check `routing` against `buffer`, and return K."""
     slots = buffer.ids.shape[1]
     top_k = slots - routing.num_shared_experts
-    _require(
+    require(
         routing.num_shared_experts >= 0 and 1 <= top_k <= MAX_TOP_K and slots <= MAX_SLOTS,
         "slots per token (top_k, num_shared_experts)",
         f"1 <= top_k <= {MAX_TOP_K}, and at most {MAX_SLOTS} together",
         (top_k, routing.num_shared_experts),
         "The buffer's ids have one column per slot.",
     )
-    _require(
+    require(
         routing.num_local_experts >= 1 and routing.num_experts % routing.num_local_experts == 0,
         "num_local_experts",
         f"a divisor of num_experts = {routing.num_experts}",
@@ -115,6 +110,32 @@ def _top_k(buffer: StagingBuffer, routing: Routing) -> int:
         "Experts are spread evenly over the ranks.",
     )
     return top_k
+
+
+def require_rows(
+    name: str,
+    view: Tensor,
+    tokens: int,
+    columns: int,
+    dtypes: tuple[torch.dtype, ...],
+    source: str,
+) -> None:
+    """Raise unless `view` is [tokens, columns] of one of `dtypes` with dense columns."""
+    require(
+        tuple(view.shape) == (tokens, columns),
+        f"{name}.shape",
+        (tokens, columns),
+        tuple(view.shape),
+        f"T must agree among the inputs, the columns with the {source}.",
+    )
+    require(view.dtype in dtypes, f"{name}.dtype", dtypes, view.dtype, "Cast it.")
+    require(
+        columns == 1 or view.stride(1) == 1,
+        f"{name}.stride(1)",
+        1,
+        view.stride(1),
+        "Rows may be strided, columns may not: call .contiguous().",
+    )
 
 
 def _reject(
@@ -136,21 +157,7 @@ def _reject(
         ("topk_ids", topk_ids, top_k, (torch.int32, torch.int64)),
         ("topk_weights", topk_weights, top_k, (torch.float32, torch.bfloat16)),
     ):
-        _require(
-            tuple(view.shape) == (tokens, columns),
-            f"{name}.shape",
-            (tokens, columns),
-            tuple(view.shape),
-            "T must agree among the inputs, the columns with the buffer.",
-        )
-        _require(view.dtype in dtypes, f"{name}.dtype", dtypes, view.dtype, "Cast it.")
-        _require(
-            columns == 1 or view.stride(1) == 1,
-            f"{name}.stride(1)",
-            1,
-            view.stride(1),
-            "Rows may be strided, columns may not: call .contiguous().",
-        )
+        require_rows(name, view, tokens, columns, dtypes, "buffer")
 
 
 class _Config(ctypes.Structure):

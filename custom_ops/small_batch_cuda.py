@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from . import cuda_build
-from .errors import BackendUnavailable, mismatch
+from .errors import BackendUnavailable, mismatch, require
+from .pre_dispatch import require_rows
 from .reference import BLOCK, FP8
 
 MAX_PAIRS = 2048  # kMaxPairs of csrc/small_batch.cuh: (token, slot) pairs of one pair of launches
@@ -123,11 +124,6 @@ def build_library() -> ctypes.CDLL:
     return declare(cuda_build.load(cuda_build.build("small_batch", ["small_batch.cu"])))
 
 
-def _require(condition: bool, what: str, expected: object, got: object, cure: str) -> None:
-    if not condition:
-        raise ValueError(mismatch(what, expected, got, cure))
-
-
 class SmallBatch:
     """One rank's layer at one geometry. Construction compiles, loads and allocates everything.
 
@@ -169,24 +165,22 @@ class SmallBatch:
         routed = num_experts if num_local_experts is None else num_local_experts
         slots = top_k + num_shared_experts
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
-            _require(
-                size > 0 and size % BLOCK == 0, name, f"a multiple of {BLOCK}", size, "Pad it."
-            )
-        _require(
+            require(size > 0 and size % BLOCK == 0, name, f"a multiple of {BLOCK}", size, "Pad it.")
+        require(
             1 <= routed + num_shared_experts <= MAX_EXPERTS,
             "local experts, routed and shared",
             f"1 to {MAX_EXPERTS}",
             routed + num_shared_experts,
             "Spread the experts over more ranks.",
         )
-        _require(
+        require(
             top_k >= 1 and slots <= 64,
             "slots per token (top_k + num_shared_experts)",
             "1 to 64",
             slots,
             "Use another backend.",
         )
-        _require(tuning.loader in LOADERS, "loader", LOADERS, tuning.loader, "Take one of them.")
+        require(tuning.loader in LOADERS, "loader", LOADERS, tuning.loader, "Take one of them.")
         max_pairs = min(max(capacity, 1) * slots, MAX_PAIRS)
         self._hidden = torch.empty(max_pairs, intermediate_size, dtype=torch.float32, device=device)
         self._spill = torch.empty(max_pairs, hidden_size, dtype=torch.float32, device=device)
@@ -320,7 +314,7 @@ class SmallBatch:
         self, error: int, x: Tensor, scale: Tensor | None, topk_ids: Tensor, topk_weights: Tensor
     ) -> NoReturn:
         tokens = x.shape[0]
-        _require(
+        require(
             tokens <= self._capacity, "tokens", f"at most {self._capacity}", tokens, "Split them."
         )
         inputs = (
@@ -329,22 +323,8 @@ class SmallBatch:
             ("topk_weights", topk_weights, self._top_k, tuple(_WEIGHT_BITS)),
         )
         for name, view, columns, dtypes in inputs:
-            _require(
-                tuple(view.shape) == (tokens, columns),
-                f"{name}.shape",
-                (tokens, columns),
-                tuple(view.shape),
-                "T must agree among the inputs, the columns with the geometry.",
-            )
-            _require(view.dtype in dtypes, f"{name}.dtype", dtypes, view.dtype, "Cast it.")
-            _require(
-                columns == 1 or view.stride(1) == 1,
-                f"{name}.stride(1)",
-                1,
-                view.stride(1),
-                "Rows may be strided, columns may not: call .contiguous().",
-            )
-        _require(
+            require_rows(name, view, tokens, columns, dtypes, "geometry")
+        require(
             (scale is not None) == (self._x_dtype is FP8),
             "scale",
             "given exactly where the layer is staged",
