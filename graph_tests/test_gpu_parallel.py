@@ -42,7 +42,7 @@ KEPT: dict[str, Any] = {}  # of a rank's process, between scenarios
 plan_of = mm.StepPlan.from_counts
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, 4, 8])
 def pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
@@ -219,7 +219,7 @@ def random_steps_scenario(rank: int, world_size: int) -> None:
     runner.capture()
     generator = torch.Generator().manual_seed(1)
     start = int(context.launch_count)
-    for step in range(60):
+    for step in range(200):
         counts = torch.randint(0, 48, (world_size,), generator=generator)
         kind = torch.rand(world_size, generator=generator)
         counts[kind < 0.4] = 0
@@ -230,7 +230,7 @@ def random_steps_scenario(rank: int, world_size: int) -> None:
             _jitter(rank, step, world_size)
         y = runner(plan=plan) if plan.is_idle else runner(plan=plan, **_named(inputs))
         _check(layer, inputs, y, f"step {step}: {plan}")
-    assert int(context.launch_count) == start + 60
+    assert int(context.launch_count) == start + 200
     assert int(context.num_valid) == ALL_VALID
 
 
