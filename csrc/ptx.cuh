@@ -1,5 +1,5 @@
-// The PTX that small_batch.cu needs, one function per instruction. Nothing else in the kernels is
-// assembly, so that a test can put functions with the same names in their place and run the kernels
+// The PTX that small_batch.cu needs, one function per instruction. Nothing else in the kernel is
+// assembly, so that a test can put functions with the same names in their place and run the kernel
 // on a CPU (graph_tests/cpu_gpu.hpp).
 
 #ifndef MEGAMOE_PTX_CUH
@@ -11,7 +11,7 @@
 
 namespace ptx {
 
-// 1024-byte aligned: the tensor copy's 128-byte swizzle repeats every 1024 bytes.
+// 1024-byte aligned: the 128-byte swizzle repeats every 1024 bytes.
 __device__ __forceinline__ uint8_t* shared_memory() {
     extern __shared__ __align__(1024) uint8_t dynamic_shared_memory[];
     return dynamic_shared_memory;
@@ -21,19 +21,12 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// -- programmatic dependent launch ---------------------------------------------------------------
-
 // Returns when the grids that this one depends on have completed and their writes are visible.
 __device__ __forceinline__ void wait_for_predecessor() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Lets a dependent grid start once every block has said so or has ended.
-__device__ __forceinline__ void allow_successor() {
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-}
-
-// -- barriers in shared memory, and copies that arrive at them -----------------------------------
+// -- barriers ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)),
@@ -58,12 +51,29 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         : "memory");
 }
 
-// 16 bytes, past L1; asks L2 for the whole 128-byte line.
-__device__ __forceinline__ void copy16(void* target, const void* source) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(target)),
-                 "l"(source)
+__device__ __forceinline__ void arrive(uint64_t* barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier))
                  : "memory");
 }
+
+// One arrival, and `bytes` of copies that the barrier waits for.
+__device__ __forceinline__ void arrive_expect(uint64_t* barrier, uint32_t bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                     shared_address(barrier)),
+                 "r"(bytes)
+                 : "memory");
+}
+
+// Barrier `id` (1 to 15) of `threads` threads of the block, those that only arrive included.
+__device__ __forceinline__ void group_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void group_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// -- copies to shared memory that arrive at a barrier --------------------------------------------
 
 __device__ __forceinline__ void copy4(void* target, const void* source) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(target)),
@@ -71,23 +81,32 @@ __device__ __forceinline__ void copy4(void* target, const void* source) {
                  : "memory");
 }
 
-// One arrival at `barrier` when this thread's earlier copy16 and copy4 have landed.
+// One arrival at `barrier` when this thread's earlier copy4 have landed.
 __device__ __forceinline__ void copies_arrive(uint64_t* barrier) {
     asm volatile(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
         : "memory");
 }
 
-// One arrival at `barrier` when the box at (column, row) of a byte tensor has landed.
+// The box at (column, row) of a byte tensor, first to leave L2: for bytes that are read once.
 __device__ __forceinline__ void copy_box(void* target, const CUtensorMap* map, int column, int row,
-                                         uint64_t* barrier, uint32_t bytes) {
-    const uint32_t at = shared_address(barrier);
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(at), "r"(bytes)
-                 : "memory");
+                                         uint64_t* barrier) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
-        " [%0], [%1, {%2, %3}], [%4];" ::"r"(shared_address(target)),
-        "l"(map), "r"(column), "r"(row), "r"(at)
+        ".L2::cache_hint [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(target)),
+        "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(policy)
+        : "memory");
+}
+
+// `bytes` contiguous bytes, a multiple of 16.
+__device__ __forceinline__ void copy_bytes(void* target, const void* source, uint32_t bytes,
+                                           uint64_t* barrier) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+        "[%3];" ::"r"(shared_address(target)),
+        "l"(source), "r"(bytes), "r"(shared_address(barrier))
         : "memory");
 }
 
@@ -95,68 +114,109 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// -- arithmetic ----------------------------------------------------------------------------------
+// -- order of memory accesses --------------------------------------------------------------------
 
-// Bytes 0, 1 and bytes 2, 3 of four e4m3 as two pairs of f16; exact.
-__device__ __forceinline__ uint2 e4m3_to_f16(uint32_t four) {
-    uint2 pairs;
-    asm("{\n"
-        ".reg .b16 low, high;\n"
-        "mov.b32 {low, high}, %2;\n"
-        "cvt.rn.f16x2.e4m3x2 %0, low;\n"
-        "cvt.rn.f16x2.e4m3x2 %1, high;\n"
-        "}\n"
-        : "=r"(pairs.x), "=r"(pairs.y)
-        : "r"(four));
-    return pairs;
+// Between this thread's ordinary accesses and those of the copy engine and of the matrix units.
+__device__ __forceinline__ void fence_async_proxy() {
+    asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// d [16 x 8] += a [16 x 16] b [16 x 8]. With g = lane / 4 and q = lane % 4, a thread has
-// a: rows g (a.x, a.z) and g + 8 (a.y, a.w), b: column g, d: rows g, g + 8 of columns 2q, 2q + 1.
-__device__ __forceinline__ void mma(float (&d)[4], uint4 a, uint2 b) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-        "{%8, %9}, {%0, %1, %2, %3};"
+__device__ __forceinline__ void fence_device() { __threadfence(); }
+
+__device__ __forceinline__ int load_acquire(const int* at) {
+    int value;
+    asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
+// Returns the old value.
+__device__ __forceinline__ int add_acquire_release(int* at, int value) {
+    int old;
+    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(at), "r"(value)
+                 : "memory");
+    return old;
+}
+
+// -- matrix products of a warpgroup --------------------------------------------------------------
+
+// Rows of 128 bytes in shared memory, 128-byte swizzle, 1024-byte groups of 8 rows.
+__device__ __forceinline__ uint64_t matrix(const uint8_t* pointer) {
+    constexpr uint64_t kGroup = uint64_t{1024 / 16} << 32, kSwizzle128 = uint64_t{1} << 62;
+    return (shared_address(pointer) & 0x3ffff) >> 4 | uint64_t{1} << 16 | kGroup | kSwizzle128;
+}
+
+__device__ __forceinline__ void multiply_begin() {
+    asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply_commit() {
+    asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void multiply_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// Keeps the compiler from moving accesses to `d` over the wait.
+template <int kCount>
+__device__ __forceinline__ void hold(float (&d)[kCount]) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// d [64 x columns] (+)= a [64 x 32] b [columns x 32]^T, both e4m3 rows of 128 bytes of which byte
+// `at` on is used. Of d, thread (warp w, g = lane / 4, q = lane % 4) has d[4 j + 2 h + i]: row
+// 16 w + g + 8 h, column 8 j + 2 q + i.
+__device__ __forceinline__ void multiply(float (&d)[4], const uint8_t* a, const uint8_t* b, int at,
+                                         bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3}, %4, %5, add, 1, 1;\n}\n"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b.x), "r"(b.y));
+        : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
 }
 
-// -- clusters ------------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t cluster_size() {
-    uint32_t size;
-    asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(size));
-    return size;
-}
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-    uint32_t rank;
-    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-// Barrier of all threads of the cluster; writes before it are visible after it.
-__device__ __forceinline__ void cluster_barrier() {
-    __syncwarp();
+__device__ __forceinline__ void multiply(float (&d)[8], const uint8_t* a, const uint8_t* b, int at,
+                                         bool add) {
     asm volatile(
-        "barrier.cluster.arrive.release.aligned;\n"
-        "barrier.cluster.wait.acquire.aligned;" ::
-            : "memory");
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, add, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7])
+        : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
 }
 
-// The same without an order of memory accesses.
-__device__ __forceinline__ void cluster_barrier_relaxed() {
-    __syncwarp();
+__device__ __forceinline__ void multiply(float (&d)[16], const uint8_t* a, const uint8_t* b, int at,
+                                         bool add) {
     asm volatile(
-        "barrier.cluster.arrive.relaxed.aligned;\n"
-        "barrier.cluster.wait.aligned;" ::
-            : "memory");
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %18, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "%16, %17, add, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15])
+        : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
 }
 
-// `pointer` into this block's shared memory -> the same place in that of block `rank`.
-__device__ __forceinline__ const float* in_block(const float* pointer, uint32_t rank) {
-    const float* remote;
-    asm("mapa.u64 %0, %1, %2;" : "=l"(remote) : "l"(pointer), "r"(rank));
-    return remote;
+__device__ __forceinline__ void multiply(float (&d)[32], const uint8_t* a, const uint8_t* b, int at,
+                                         bool add) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
+        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "%32, %33, add, 1, 1;\n}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
+          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
+          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
+          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
 }
 
 }  // namespace ptx

@@ -1,179 +1,225 @@
-// Of small_batch.cu: the walk over units, the stream of weights, the activations, the product.
+// Of small_batch.cu: the order of the work, the ring of weights, the rows of x, the two products.
 
 #ifndef MEGAMOE_SMALL_BATCH_CUH
 #define MEGAMOE_SMALL_BATCH_CUH
-
-#include <cuda_fp8.h>
 
 #include "small_batch_routing.cuh"
 
 namespace small_batch {
 
-// -- the walk over units, and the stream of weights ----------------------------------------------
+// What one instance of the kernel is compiled for: rows of x, columns of a product of GEMM 2, and
+// the 128-column slabs of weights in one stage of the ring.
+template <int kTokens_, int kColumns_, int kSlabs_>
+struct Shape {
+    static constexpr int kTokens = kTokens_, kColumns = kColumns_, kSlabs = kSlabs_;
+    static constexpr int kSlabRows = kColumns * kBlock;  // bytes of intermediate rows per slab
+    static constexpr int kScales = kSlabs * (kBlock / kFine) * kColumns;  // per stage
+    static constexpr int kStageBytes = kSlabs * (kTileBytes + kSlabRows);
+    static constexpr int kRowStride = 33;  // of results of GEMM 1: no bank conflicts
+};
 
-// Units [begin, end) in order; an expert with more than max_columns pairs is walked several times,
-// once per chunk of its pairs.
-struct Walk {
-    const uint16_t* first;
-    int begin, end, units, max_columns;
-    int unit, rank, chunk, stop;
+// -- the work ------------------------------------------------------------------------------------
 
-    __device__ Walk(const Args& args, const Tables& tables, int units_, int begin_, int end_)
-        : first(tables.first),
-          begin(begin_),
-          end(end_),
-          units(units_),
-          max_columns(args.max_columns),
-          unit(begin_),
-          rank(begin_ / units_),
-          chunk(0),
-          stop(min(end_, (rank + 1) * units_)) {}
+// 64 weight rows of one active expert: of w13 for all tokens, or of w2 for one chunk of pairs.
+struct Unit {
+    bool down;
+    int rank, chunk, tile;
+};
 
-    __device__ bool done() const { return unit >= end; }
+// This block's units: those of GEMM 1 first, then those of GEMM 2. Units of GEMM 1 go round; where
+// they do not come out even, blocks that got one less get more of GEMM 2, by its bytes. A unit of
+// GEMM 2 waits for GEMM 1 of its expert, whose weights are asked for long before.
+struct Work {
+    int block, blocks, tiles1, tiles2, units2;
+    int own1, own2;           // units of this block
+    int light, head, rounds;  // light blocks, and what they take first of GEMM 2
 
-    __device__ int unit_of_expert() const { return unit - rank * units; }
-
-    __device__ void next() {
-        if (++unit < stop) return;
-        if ((chunk + 1) * max_columns < first[rank + 1] - first[rank]) {
-            ++chunk;
-            unit = max(begin, rank * units);
+    __device__ Work(const Args& args, const Active& active)
+        : block(blockIdx.x),
+          blocks(gridDim.x),
+          tiles1(2 * args.intermediate / kTileRows),
+          tiles2(args.hidden / kTileRows),
+          units2(active.chunks * tiles2) {
+        const int units1 = active.ranks * tiles1;
+        const int heavy = units1 % blocks;  // the first blocks have one unit more
+        own1 = units1 / blocks + (block < heavy);
+        light = blocks - heavy;
+        rounds = heavy > 0 ? args.hidden / args.intermediate : 0;
+        head = rounds * light;
+        own2 = 0;
+        if (block >= heavy) {
+            block -= heavy;
+            own2 = min(rounds, (units2 - block + light - 1) / light);
+            if (units2 <= block) own2 = 0;
         } else {
-            chunk = 0;
-            ++rank;
-            stop = min(end, stop + units);
+            block += light;
         }
+        const int left = units2 - head - block;
+        if (left > 0) own2 += (left + blocks - 1) / blocks;
+    }
+
+    // `block` is from here on the place in the order of GEMM 2, light blocks first.
+    __device__ int total() const { return own1 + own2; }
+
+    __device__ Unit operator()(int i, const Tables& tables) const {
+        if (i < own1) {
+            const int unit = i * blocks + static_cast<int>(blockIdx.x);
+            const int rank = unit / tiles1;
+            return {false, rank, 0, unit - rank * tiles1};
+        }
+        const int turn = i - own1, first = block < light ? rounds : 0;
+        const int unit =
+            turn < first ? turn * light + block : head + (turn - first) * blocks + block;
+        const int chunk = unit / tiles2;
+        return {true, tables.chunk_rank[chunk], chunk, unit - chunk * tiles2};
     }
 };
 
-// A warp's ring of stages. One stage is 16 weight rows x 128 columns, 2 KB, and its two scales.
-// Every warp runs its ring alone: block barriers stop the products, not the loads. A 16-byte piece
-// c of row r lies at piece c ^ (r % 8), which is also what the tensor copy's 128-byte swizzle does.
-template <int kPhase, int kLoader>
-struct Stream {
-    static constexpr int kArrivals = kLoader == kLoadThreads ? 32 : 3;  // 3: box and two scales
+// -- the ring ------------------------------------------------------------------------------------
 
+// A stage: kSlabs tiles of 64 weight rows x 128 columns, in GEMM 2 as many slabs of intermediate
+// rows, and the scales of both.
+template <typename S>
+struct Ring {
     const Args& args;
-    const CUtensorMap* map;
-    const uint16_t* expert_of;
-    Walk walk;
-    int first_unit;  // of the block's group of rows
-    uint8_t* stages;
-    float2* scales;
-    uint64_t* barriers;
-    int slot = 0, parity = 0;  // of the stage to be consumed next
-    int block = 0;             // of this warp's blocks, in the stage to be loaded next
-    bool triggered = false;
-    const uint8_t* source = nullptr;
-    const float* scale_source = nullptr;
-    int box_row = 0;
+    uint64_t *full, *empty;
 
-    __device__ Stream(const Args& args_, const CUtensorMap* map_, const Tables& tables,
-                      const Walk& walk_, int first_unit_)
+    // Arrivals at a full barrier: the scales of 32 lanes, the weights, the intermediate rows.
+    static constexpr int kFullArrivals = 34, kEmptyArrivals = kGroup / 32;
+
+    __device__ explicit Ring(const Args& args_)
         : args(args_),
-          map(map_),
-          expert_of(tables.expert_of),
-          walk(walk_),
-          first_unit(first_unit_),
-          stages(shared_at<uint8_t>(warp_index() * args_.stages * kStageBytes)),
-          scales(shared_at<float2>(args_.at.stage_scale) + warp_index() * args_.stages),
-          barriers(shared_at<uint64_t>(args_.at.barriers) + warp_index() * args_.stages) {
-        if (!walk.done()) aim();
+          full(shared_at<uint64_t>(args_.at.barriers)),
+          empty(full + args_.stages) {}
+
+    __device__ uint8_t* weights(int slot) const {
+        return ptx::shared_memory() + slot * S::kStageBytes;
     }
-
-    // The first block of depth that this warp takes of every unit, and the step to the next: warps
-    // that share rows read neighbouring blocks at a time, which memory likes better than far ones.
-    __device__ int first_block() const { return warp_index() & (block_step() - 1); }
-    __device__ int block_step() const { return 1 << args.log_split; }
-
-    __device__ void aim() {
-        constexpr int kScaleTiles = kGatesUp<kPhase> ? 16 : 8;  // K1: 8 gate rows, 8 up rows
-        const int expert = expert_of[walk.rank];
-        const int tile =
-            ((first_unit + walk.unit_of_expert()) * kWarps + warp_index()) >> args.log_split;
-        const int scale_rows = args.rows / kBlock;
-        const int lane = lane_index();
-        box_row = expert * args.rows + tile * kTileRows;
-        source = args.weight + static_cast<int64_t>(box_row + lane / 8) * args.depth +
-                 first_block() * kBlock + lane % 8 * 16;
-        int scale_row = expert * scale_rows + tile / kScaleTiles;
-        if (kGatesUp<kPhase> && lane == 1) scale_row += scale_rows / 2;
-        scale_source = args.weight_scale + scale_row * args.blocks + first_block();
+    __device__ uint8_t* rows(int slot) const { return weights(slot) + S::kSlabs * kTileBytes; }
+    __device__ float* weight_scale(int slot) const {
+        return shared_at<float>(args.at.weight_scale) + slot * 2 * S::kSlabs;
     }
-
-    // Starts the load of the next stage into `target`, if one is left.
-    __device__ void load(int target) {
-        if (walk.done()) {
-            if (!triggered) ptx::allow_successor();
-            triggered = true;
-            return;
-        }
-        const int lane = lane_index();
-        uint8_t* stage = stages + target * kStageBytes;
-        if (lane < 2) ptx::copy4(reinterpret_cast<float*>(scales + target) + lane, scale_source);
-        if constexpr (kLoader == kLoadThreads) {
-            const int even = lane / 8 * kBlock + ((lane % 8 ^ lane / 8) << 4);  // rows 0-3, 8-11
-            const int odd = (even ^ 64) + 4 * kBlock;                           // rows 4-7, 12-15
-            const int64_t four_rows = 4 * static_cast<int64_t>(args.depth);
-            ptx::copy16(stage + even, source);
-            ptx::copy16(stage + odd, source + four_rows);
-            ptx::copy16(stage + even + 8 * kBlock, source + 2 * four_rows);
-            ptx::copy16(stage + odd + 8 * kBlock, source + 3 * four_rows);
-            ptx::copies_arrive(barriers + target);
-            source += kBlock << args.log_split;
-        } else {
-            if (lane < 2) ptx::copies_arrive(barriers + target);
-            if (lane == 0)
-                ptx::copy_box(stage, map, (first_block() + (block << args.log_split)) * kBlock,
-                              box_row, barriers + target, kStageBytes);
-        }
-        scale_source += block_step();
-        if (++block == args.warp_blocks) {
-            block = 0;
-            walk.next();
-            if (!walk.done()) aim();
-        }
+    __device__ float* row_scale(int slot) const {
+        return shared_at<float>(args.at.row_scale) + slot * S::kScales;
     }
+};
 
-    __device__ void fill() {
-#pragma unroll 1
-        for (int target = 0; target < args.stages; ++target) load(target);
-    }
+// A place in the stream of stages.
+struct Place {
+    int slot = 0, parity = 0;
 
-    // The stage that is next: waits for it, takes this lane's part of it, and reloads its slot.
-    // weight[half][i]: 32 columns of row lane / 4 + 8 * half, from column lane % 4 * 32 on.
-    __device__ void take(uint4 (&weight)[2][2], float2& scale) {
-        ptx::barrier_wait(barriers + slot, parity);
-        const int row = lane_index() / 4;
-        const int at = row * kBlock + ((2 * (lane_index() % 4) ^ row) << 4);
-        const uint8_t* stage = stages + slot * kStageBytes;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            weight[half][0] = *reinterpret_cast<const uint4*>(stage + half * 8 * kBlock + at);
-            weight[half][1] =
-                *reinterpret_cast<const uint4*>(stage + half * 8 * kBlock + (at ^ 16));
-        }
-        scale = scales[slot];
-        __syncwarp();  // all lanes have read the slot
-        load(slot);
-        if (++slot == args.stages) {
+    __device__ void next(int stages) {
+        if (++slot == stages) {
             slot = 0;
             parity ^= 1;
         }
     }
+    __device__ void skip(int count, int stages) {
+        const int at = slot + count, turns = at / stages;
+        slot = at - turns * stages;
+        parity ^= turns & 1;
+    }
 };
 
-// -- activations ---------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
-    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+__device__ __forceinline__ int slabs_of(const Args& args, bool down) {
+    return (down ? args.intermediate : args.hidden) / kBlock;
 }
 
-// Eight columns of a row.
-struct Piece {
-    uint4 data[2];  // 8 fp32 (K2), or 8 bf16 in data[0], or 8 e4m3 in its x and y
-    float scale;
-};
+// S::kSlabs divides the slabs of both GEMMs.
+template <typename S>
+__device__ __forceinline__ int stages_of(const Args& args, bool down) {
+    return slabs_of(args, down) / S::kSlabs;
+}
+
+// The warp that streams the weights of all units, in order, as far ahead as the ring allows.
+template <typename S>
+__device__ __forceinline__ void load_weights(const Args& args, const Tables& tables,
+                                             const Work& work, const CUtensorMap* w13,
+                                             const CUtensorMap* w2) {
+    const Ring<S> ring(args);
+    const int lane = lane_index();
+    Place place;
+#pragma unroll 1
+    for (int i = 0; i < work.total(); ++i) {
+        const Unit unit = work(i, tables);
+        const int expert = tables.expert_of[unit.rank];
+        const int slabs = slabs_of(args, unit.down);
+        const int tiles = unit.down ? work.tiles2 : work.tiles1;
+        const CUtensorMap* map = unit.down ? w2 : w13;
+        const int row = (expert * tiles + unit.tile) * kTileRows;
+        // GEMM 1: a tile has 32 gate rows and 32 up rows, each with scales of their own.
+        const float* scale;
+        if (unit.down)
+            scale = args.w2_scale +
+                    (int64_t{expert} * (args.hidden / kBlock) + unit.tile / 2) * slabs + lane;
+        else
+            scale = args.w13_scale + (int64_t{expert} * (args.intermediate / kTileRows) +
+                                      lane % 2 * (args.intermediate / kBlock) + unit.tile / 4) *
+                                         slabs + lane / 2;
+        const int lanes = unit.down ? S::kSlabs : 2 * S::kSlabs;
+#pragma unroll 1
+        for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            uint64_t* full = ring.full + place.slot;
+            if (lane < lanes) ptx::copy4(ring.weight_scale(place.slot) + lane, scale + slab);
+            ptx::copies_arrive(full);
+            if (lane == 0) {
+                ptx::arrive_expect(full, S::kSlabs * kTileBytes);
+#pragma unroll
+                for (int s = 0; s < S::kSlabs; ++s)
+                    ptx::copy_box(ring.weights(place.slot) + s * kTileBytes, map,
+                                  (slab + s) * kBlock, row, full);
+            }
+            place.next(args.stages);
+        }
+    }
+}
+
+// The warp that loads the intermediate rows for GEMM 2, when all of an expert's are written.
+template <typename S>
+__device__ __forceinline__ void load_rows(const Args& args, const Tables& tables,
+                                          const Work& work) {
+    if (lane_index() != 0) return;
+    const Ring<S> ring(args);
+    const int slabs = args.intermediate / kBlock;
+    Place place;
+    // It walks over the stages of GEMM 1 too: a barrier's parity tells neighbouring turns apart,
+    // and no more.
+    const int before = work.own1 * stages_of<S>(args, false);
+#pragma unroll 1
+    for (int i = 0; i < before; ++i, place.next(args.stages)) {
+        ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+        ptx::arrive(ring.full + place.slot);
+    }
+#pragma unroll 1
+    for (int i = work.own1; i < work.total(); ++i) {
+        const Unit unit = work(i, tables);
+        while (ptx::load_acquire(args.counters + unit.rank) < work.tiles1) continue;
+        ptx::fence_async_proxy();
+#pragma unroll 1
+        for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            uint64_t* full = ring.full + place.slot;
+            constexpr int kRowBytes = S::kSlabs * S::kSlabRows;
+            constexpr int kScaleBytes = S::kScales * sizeof(float);
+            const int64_t at = int64_t{unit.chunk} * slabs + slab;
+            ptx::arrive_expect(full, kRowBytes + kScaleBytes);
+            ptx::copy_bytes(ring.rows(place.slot), args.rows + at * S::kSlabRows, kRowBytes, full);
+            ptx::copy_bytes(ring.row_scale(place.slot),
+                            args.row_scale + at * (kBlock / kFine) * S::kColumns, kScaleBytes,
+                            full);
+            place.next(args.stages);
+        }
+    }
+}
+
+// -- rows of x -----------------------------------------------------------------------------------
+
+// Byte of column `column` of row `row` in the swizzled image of `rows` rows.
+__device__ __forceinline__ int image_at(int row, int column, int rows) {
+    const int piece = column % kBlock / 16 ^ row % 8;
+    return column / kBlock * rows * kBlock + row * kBlock + piece * 16 + column % 16;
+}
 
 // Out of line: rows that are not aligned are rare, and eight loads are much code.
 static __device__ __noinline__ uint4 load_unaligned(const uint16_t* from) {
@@ -184,195 +230,199 @@ static __device__ __noinline__ uint4 load_unaligned(const uint16_t* from) {
     return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-template <int kPhase>
-__device__ __forceinline__ Piece load_piece(const Args& args, int64_t row, int column) {
-    Piece piece = {};
-    if constexpr (kPhase == kDown) {
-        const auto* from = reinterpret_cast<const uint4*>(args.hidden + row * args.depth + column);
-        piece.data[0] = __ldcg(from);
-        piece.data[1] = __ldcg(from + 1);
-    } else if constexpr (kPhase == kGateUpStaged) {
-        const auto* from = static_cast<const uint8_t*>(args.x) + row * args.x_stride + column;
-        const uint2 bytes = __ldcg(reinterpret_cast<const uint2*>(from));
-        piece.data[0] = make_uint4(bytes.x, bytes.y, 0, 0);
-        piece.scale = __ldcg(args.x_scale + row * args.blocks + column / kBlock);
-    } else {
-        const auto* from = static_cast<const uint16_t*>(args.x) + row * args.x_stride + column;
-        piece.data[0] =
-            args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
-    }
-    return piece;
+__device__ __forceinline__ uint32_t word_of(const uint4& four, int i) {
+    return i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
 }
 
-// Quantizes as `quantize_rows` of custom_ops/reference.py does, bit for bit. All lanes of the warp
-// call it; 16 neighbouring lanes have one scale.
-template <int kPhase>
-__device__ __forceinline__ void store_piece(const Args& args, const Piece& piece, int row,
-                                            int column, bool inside) {
-    uint2 bytes = make_uint2(piece.data[0].x, piece.data[0].y);
-    float scale = piece.scale;
-    if constexpr (kPhase != kGateUpStaged) {
+__device__ __forceinline__ float scale_of(float amax) {
+    return __fdiv_rn(fmaxf(amax, 1e-10f), 448.0f);
+}
+
+__device__ __forceinline__ uint32_t quantize(float first, float second, float inverse) {
+    const float2 two = make_float2(__fmul_rn(first, inverse), __fmul_rn(second, inverse));
+    return uint32_t{__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3)};
+}
+
+// Quantizes rows 0 ... count - 1 of x into shared memory, as `quantize_rows` of
+// custom_ops/reference.py does, bit for bit. A thread takes eight columns at a time, and has four
+// loads under way; 16 neighbouring lanes have one scale.
+template <int kTokens>
+struct RowsOfX {
+    static constexpr int kPieces = 4;
+    uint4 pieces[kPieces];
+    int per_row;
+
+    __device__ explicit RowsOfX(const Args& args) : per_row(args.hidden / 8) {}
+
+    __device__ void load(const Args& args, int i, int at, int count) {
+        const int row = at / per_row;
+        if (row >= count) return;
+        const auto* from = static_cast<const uint16_t*>(args.x) + row * args.x_stride +
+                           (at - row * per_row) * 8;
+        pieces[i] =
+            args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
+    }
+
+    __device__ void start(const Args& args, int count) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            load(args, i, threadIdx.x + i * kMathThreads, count);
+    }
+
+    // All lanes of the warp call it.
+    __device__ void store(const Args& args, const uint4& piece, int at, int count) {
         float values[8];
         float amax = 0.0f;  // fmaxf drops NaN, as the recipe wants
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            if constexpr (kPhase == kDown) {
-                values[i] = __uint_as_float(word_of(piece.data[i / 4], i % 4));
-            } else {
-                const uint32_t two = word_of(piece.data[0], i / 2);
-                values[i] = __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
-            }
+            const uint32_t two = word_of(piece, i / 2);
+            values[i] = __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
             amax = fmaxf(amax, fabsf(values[i]));
         }
 #pragma unroll
         for (int offset = 8; offset > 0; offset /= 2)
             amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
-        scale = __fdiv_rn(fmaxf(amax, 1e-10f), 448.0f);
+        const float scale = scale_of(amax);
         const float inverse = __fdiv_rn(1.0f, scale);
-        const auto quantized = [&](int i) {
-            const float2 two =
-                make_float2(__fmul_rn(values[i], inverse), __fmul_rn(values[i + 1], inverse));
-            return uint32_t{__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3)};
-        };
-        bytes.x = quantized(0) | quantized(2) << 16;
-        bytes.y = quantized(4) | quantized(6) << 16;
-    }
-    if (!inside) return;
-    uint8_t* act = shared_at<uint8_t>(args.at.act) + row * (args.depth + kActPad) + column;
-    *reinterpret_cast<uint2*>(act) = bytes;
-    if (column % kBlock == 0)
-        shared_at<float>(args.at.act_scale)[row * args.blocks + column / kBlock] = scale;
-}
-
-// The pieces of rows 0, 1, ... that one thread takes: every kThreads-th.
-struct PieceCursor {
-    int row, column;
-
-    __device__ explicit PieceCursor(const Args& args)
-        : row(threadIdx.x * 8 / args.depth), column(threadIdx.x * 8 - row * args.depth) {}
-
-    __device__ void next(const Args& args) {
-        row += args.row_step;
-        column += args.column_step;
-        if (column >= args.depth) {
-            column -= args.depth;
-            ++row;
-        }
-    }
-};
-
-// Moves rows 0 ... count - 1 into shared memory, with kPieces loads per thread under way: start,
-// then finish. row_of gives the source of a row.
-template <int kPhase, int kPieces>
-struct RowLoad {
-    Piece pieces[kPieces];
-    PieceCursor next_load;
-
-    __device__ explicit RowLoad(const Args& args) : next_load(args) {}
-
-    template <typename RowOf>
-    __device__ __forceinline__ void load(const Args& args, int i, int count, RowOf row_of) {
-        if (next_load.row < count)
-            pieces[i] = load_piece<kPhase>(args, row_of(next_load.row), next_load.column);
-        next_load.next(args);
+        const auto bytes = make_uint2(quantize(values[0], values[1], inverse) |
+                                          quantize(values[2], values[3], inverse) << 16,
+                                      quantize(values[4], values[5], inverse) |
+                                          quantize(values[6], values[7], inverse) << 16);
+        const int row = at / per_row, column = (at - row * per_row) * 8;
+        if (row >= count) return;
+        uint8_t* image = shared_at<uint8_t>(args.at.x) + image_at(row, column, kTokens);
+        *reinterpret_cast<uint2*>(image) = bytes;
+        if (column % kBlock == 0)
+            shared_at<float>(args.at.x_scale)[column / kBlock * kTokens + row] = scale;
     }
 
-    template <typename RowOf>
-    __device__ __forceinline__ void start(const Args& args, int count, RowOf row_of) {
-        next_load = PieceCursor(args);
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) load(args, i, count, row_of);
-    }
-
-    template <typename RowOf>
-    __device__ __forceinline__ void finish(const Args& args, int count, RowOf row_of) {
-        PieceCursor at(args);
+    // `loaded`: rows that `start` was called for; `count`, at most that: rows that are wanted.
+    __device__ void finish(const Args& args, int count) {
+        const int end = count * per_row;
 #pragma unroll 1
-        while (__any_sync(0xffffffffu, at.row < count)) {
+        for (int begin = 0; begin < end; begin += kPieces * kMathThreads) {
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
-                store_piece<kPhase>(args, pieces[i], at.row, at.column, at.row < count);
-                at.next(args);
-                load(args, i, count, row_of);
+                const int at = begin + i * kMathThreads + static_cast<int>(threadIdx.x);
+                store(args, pieces[i], at, count);
+                load(args, i, at + kPieces * kMathThreads, count);
             }
         }
     }
 };
 
-// -- the product ---------------------------------------------------------------------------------
+// -- the products --------------------------------------------------------------------------------
 
-// Where a lane finds the activations of its columns, per tile of 8: column lane / 4 of the operand
-// and columns lane % 4 * 2, + 1 of the result.
-template <int kMaxTiles>
-struct Columns {
-    int act[kMaxTiles];       // byte offset of the row, or -1: no such column
-    int scale[kMaxTiles][2];  // index of the row's scales
-};
-
-// This warp's share of one unit: 16 rows x its blocks of depth, for `tiles` x 8 columns, into
-// partial[tile * 32 + lane].
-template <int kPhase, int kLoader, int kMaxTiles>
-__device__ __forceinline__ void multiply(const Args& args, Stream<kPhase, kLoader>& stream,
-                                         const Columns<kMaxTiles>& columns, int tiles,
-                                         float4* partial) {
-    const uint8_t* act = shared_at<uint8_t>(args.at.act) + lane_index() % 4 * 32;
-    const float* act_scale = shared_at<float>(args.at.act_scale);
-    float total[kMaxTiles][4] = {};
-    int block = stream.first_block();
+// total [64 x tokens] of one unit of GEMM 1. A product of 128 columns has one scale.
+template <typename S>
+__device__ __forceinline__ void multiply_up(const Args& args, Place& place,
+                                            float (&total)[S::kTokens / 2]) {
+    const Ring<S> ring(args);
+    const uint8_t* x = shared_at<uint8_t>(args.at.x);
+    const float* x_scale = shared_at<float>(args.at.x_scale) + lane_index() % 4 * 2;
+    const int slabs = args.hidden / kBlock;
+#pragma unroll
+    for (int i = 0; i < S::kTokens / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
-    for (int i = 0; i < args.warp_blocks; ++i, block += stream.block_step()) {
-        uint4 weight[2][2];
-        float2 weight_scale;
-        stream.take(weight, weight_scale);
-
-        // The order of products in a dot product is free: lane % 4 owns 32 columns of the block,
-        // 4 of them per mma, the same in both operands. Two chains of mma per tile, for latency;
-        // in every variant, so that all give the same bits.
-        float sum[kMaxTiles][2][4] = {};
+    for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+        ptx::barrier_wait(ring.full + place.slot, place.parity);
+        const uint8_t* weights = ring.weights(place.slot);
+        float part[S::kSlabs][S::kTokens / 2];
+        ptx::multiply_begin();
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            uint4 a[4];
+        for (int s = 0; s < S::kSlabs; ++s) {
 #pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const uint2 low = ptx::e4m3_to_f16(word_of(weight[0][half], j));
-                const uint2 high = ptx::e4m3_to_f16(word_of(weight[1][half], j));
-                a[j] = make_uint4(low.x, high.x, low.y, high.y);
-            }
+            for (int k = 0; k < kBlock; k += 32)
+                ptx::multiply(part[s], weights + s * kTileBytes,
+                              x + (slab + s) * S::kTokens * kBlock, k, k > 0);
+        }
+        ptx::multiply_commit();
+        const float* of_stage = ring.weight_scale(place.slot);
+        float scale[2 * S::kSlabs];
 #pragma unroll
-            for (int tile = 0; tile < kMaxTiles; ++tile) {
-                if (tile > 0 && tile >= tiles) break;
-                uint4 b = make_uint4(0, 0, 0, 0);
-                if (columns.act[tile] >= 0)
-                    b = *reinterpret_cast<const uint4*>(act + columns.act[tile] + block * kBlock +
-                                                        half * 16);
+        for (int i = 0; i < 2 * S::kSlabs; ++i) scale[i] = of_stage[i];
+        ptx::multiply_wait();
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    ptx::mma(sum[tile][half], a[j], ptx::e4m3_to_f16(word_of(b, j)));
+        for (int s = 0; s < S::kSlabs; ++s) ptx::hold(part[s]);
+        __syncwarp();  // all lanes have read the scales
+        if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
+        place.next(args.stages);
+#pragma unroll
+        for (int s = 0; s < S::kSlabs; ++s) {
+#pragma unroll
+            for (int j = 0; j < S::kTokens / 8; ++j) {
+                const float2 of_row = *reinterpret_cast<const float2*>(
+                    x_scale + (slab + s) * S::kTokens + j * 8);
+                total[4 * j] += part[s][4 * j] * (scale[2 * s] * of_row.x);
+                total[4 * j + 1] += part[s][4 * j + 1] * (scale[2 * s] * of_row.y);
+                total[4 * j + 2] += part[s][4 * j + 2] * (scale[2 * s + 1] * of_row.x);
+                total[4 * j + 3] += part[s][4 * j + 3] * (scale[2 * s + 1] * of_row.y);
             }
         }
-#pragma unroll
-        for (int tile = 0; tile < kMaxTiles; ++tile) {
-            if (tile > 0 && tile >= tiles) break;
-            const float left = act_scale[columns.scale[tile][0] + block];
-            const float right = act_scale[columns.scale[tile][1] + block];
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                const float value = sum[tile][0][j] + sum[tile][1][j];
-                const float scale =
-                    (j < 2 ? weight_scale.x : weight_scale.y) * (j % 2 ? right : left);
-                total[tile][j] += value * scale;
-            }
-        }
-    }
-#pragma unroll
-    for (int tile = 0; tile < kMaxTiles; ++tile) {
-        if (tile > 0 && tile >= tiles) break;
-        partial[tile * 32 + lane_index()] =
-            make_float4(total[tile][0], total[tile][1], total[tile][2], total[tile][3]);
     }
 }
 
-// silu(gate) * up with the recipe's clamps; a comparison, since fminf would drop NaN.
+// total [64 x columns] of one unit of GEMM 2. A product of 32 columns has one scale.
+template <typename S>
+__device__ __forceinline__ void multiply_down(const Args& args, Place& place,
+                                              float (&total)[S::kColumns / 2]) {
+    constexpr int kParts = kBlock / kFine;
+    const Ring<S> ring(args);
+    const int slabs = args.intermediate / kBlock;
+#pragma unroll
+    for (int i = 0; i < S::kColumns / 2; ++i) total[i] = 0.0f;
+#pragma unroll 1
+    for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+        ptx::barrier_wait(ring.full + place.slot, place.parity);
+        const uint8_t* weights = ring.weights(place.slot);
+        const uint8_t* rows = ring.rows(place.slot);
+        float part[S::kSlabs][kParts][S::kColumns / 2];
+        float2 scale[S::kSlabs][kParts][S::kColumns / 8];
+        ptx::multiply_begin();
+#pragma unroll
+        for (int s = 0; s < S::kSlabs; ++s) {
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+                ptx::multiply(part[s][k], weights + s * kTileBytes, rows + s * S::kSlabRows,
+                              k * kFine, false);
+        }
+        ptx::multiply_commit();
+        const float* of_rows = ring.row_scale(place.slot) + lane_index() % 4 * 2;
+#pragma unroll
+        for (int s = 0; s < S::kSlabs; ++s) {
+            const float of_weights = ring.weight_scale(place.slot)[s];
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+#pragma unroll
+                for (int j = 0; j < S::kColumns / 8; ++j) {
+                    const float2 two = *reinterpret_cast<const float2*>(
+                        of_rows + (s * kParts + k) * S::kColumns + j * 8);
+                    scale[s][k][j] = make_float2(of_weights * two.x, of_weights * two.y);
+                }
+        }
+        ptx::multiply_wait();
+#pragma unroll
+        for (int s = 0; s < S::kSlabs; ++s)
+#pragma unroll
+            for (int k = 0; k < kParts; ++k) ptx::hold(part[s][k]);
+        __syncwarp();  // all lanes have read the scales
+        if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
+        place.next(args.stages);
+#pragma unroll
+        for (int s = 0; s < S::kSlabs; ++s) {
+#pragma unroll
+            for (int k = 0; k < kParts; ++k)
+#pragma unroll
+                for (int j = 0; j < S::kColumns / 8; ++j) {
+                    total[4 * j] += part[s][k][4 * j] * scale[s][k][j].x;
+                    total[4 * j + 1] += part[s][k][4 * j + 1] * scale[s][k][j].y;
+                    total[4 * j + 2] += part[s][k][4 * j + 2] * scale[s][k][j].x;
+                    total[4 * j + 3] += part[s][k][4 * j + 3] * scale[s][k][j].y;
+                }
+        }
+    }
+}
+
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;

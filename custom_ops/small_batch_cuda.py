@@ -1,17 +1,13 @@
 """The small-batch FP8 path of one rank on SM90: launcher of csrc/small_batch.cu.
 
-No backend takes it yet: docs/design.md has what it reaches and what it still lacks.
+One kernel that reads every touched expert's weights once. It takes the layer's inputs as they are
+(bf16 rows, raw expert ids): no staging kernel runs before it.
 
-Two kernels, joined by programmatic dependent launch, that read every touched expert's weights once.
-They take the layer's inputs as they are (bf16 rows, raw expert ids): no staging kernel runs before.
-With `staged`, they take rows that are quantized already, for instance gathered from other ranks.
+Numbers are those of reference.py with `intermediate_group` 32, except that fp32 sums have their own
+order. A token's result does not depend on which other tokens are in the batch, and has the same
+bits in every run.
 
-Numbers are those of reference.py (`intermediate_group` 128), except that fp32 sums have their own
-order and a slot's result is not rounded to bf16 before the sum. A token's result does not depend on
-which other tokens are in the batch, and has the same bits in every run.
-
-Behind the second kernel, an ordinary launch is always safe. One that is launched programmatically
-must execute griddepcontrol.wait before it reads the output or writes any input.
+Calls of one SmallBatch share its workspaces: they must be ordered, as on one stream.
 """
 
 from __future__ import annotations
@@ -27,42 +23,37 @@ from torch import Tensor
 from . import cuda_build
 from .errors import BackendUnavailable, mismatch, require
 from .pre_dispatch import require_rows
-from .reference import BLOCK, FP8
+from .reference import BLOCK
 
-MAX_PAIRS = 2048  # kMaxPairs of csrc/small_batch.cuh: (token, slot) pairs of one pair of launches
-MAX_EXPERTS = 1024
-LOADERS = ("threads", "tensor")  # cp.async by all lanes; one tensor copy per stage
+MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch_routing.cuh
+MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
+MAX_COLUMNS = 16  # pairs of the largest chunk of a variant of the kernel
+INTERMEDIATE_GROUP = 32  # kFine: intermediate columns of one scale
 
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the kernels run; no field changes what they compute, and None or 0 picks a value.
+    """How the kernel runs; no field changes what it computes.
 
     Attributes:
-        pdl: launch each kernel with programmatic stream serialization.
-        early_trigger: K1 lets K2 start at its own start, not when its last loads are under way.
-        loader: one of LOADERS.
-        stages: 2 KB stages per warp of K1's and of K2's ring of weights.
-        min_blocks: least 128-column blocks per warp and unit; more mean fewer block barriers.
-        cluster: blocks of K2 that share a group of output rows: 1, 2, 4 or 8.
-        num_sms: blocks of K1, and about as many of K2; default all multiprocessors.
+        pdl: launch with programmatic stream serialization.
+        stages: most stages of the ring of weights; 0: as many as fit.
+        num_sms: blocks; default all multiprocessors.
     """
 
     pdl: bool = True
-    early_trigger: bool = False
-    loader: str = "threads"
-    stages: tuple[int, int] = (0, 0)
-    min_blocks: int = 2
-    cluster: int = 0
+    stages: int = 0
     num_sms: int | None = None
 
 
 class _Config(ctypes.Structure):
-    """MegaMoESmallBatchConfig of csrc/small_batch.cu, field by field."""
+    """MegaMoESmallBatchConfig of csrc/small_batch_plan.cuh, field by field."""
 
     _fields_ = [
-        ("hidden", ctypes.c_void_p),
-        ("spill", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("row_scale", ctypes.c_void_p),
+        ("results", ctypes.c_void_p),
+        ("counters", ctypes.c_void_p),
         ("invalid_count", ctypes.c_void_p),
         ("hidden_size", ctypes.c_int32),
         ("intermediate_size", ctypes.c_int32),
@@ -71,37 +62,29 @@ class _Config(ctypes.Structure):
         ("num_experts", ctypes.c_int32),
         ("first_expert", ctypes.c_int32),
         ("num_routed", ctypes.c_int32),
-        ("max_pairs", ctypes.c_int32),
         ("swiglu_limit", ctypes.c_float),
         ("routed_scaling_factor", ctypes.c_float),
-        ("staged", ctypes.c_int32),
         ("num_sms", ctypes.c_int32),
         ("pdl", ctypes.c_int32),
-        ("early_trigger", ctypes.c_int32),
-        ("loader", ctypes.c_int32),
-        ("stages1", ctypes.c_int32),
-        ("stages2", ctypes.c_int32),
-        ("min_blocks", ctypes.c_int32),
-        ("cluster", ctypes.c_int32),
-        ("max_clusters", ctypes.c_int32),
+        ("stages", ctypes.c_int32),
+        ("max_tokens", ctypes.c_int32),
     ]
 
 
 _POINTER, _STRIDE, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32
 _CALL_ARGTYPES = (
     _POINTER,  # config
-    *(_POINTER, _STRIDE, _POINTER),  # x, its stride, its scales
+    *(_POINTER, _STRIDE),  # x
     *(_POINTER, _STRIDE),  # topk_ids
     *(_POINTER, _STRIDE),  # topk_weights
     *(_POINTER, _POINTER),  # num_valid, launch_count
     *(_POINTER, _POINTER, _POINTER, _POINTER),  # w13, w13_scale, w2, w2_scale
     _POINTER,  # y
-    *(_INT, _INT, _INT),  # num_tokens, variant, phases
+    *(_INT, _INT),  # num_tokens, variant
     _POINTER,  # stream
 )
 _ID_BITS = {torch.int32: 0, torch.int64: 2}
 _WEIGHT_BITS = {torch.float32: 0, torch.bfloat16: 1}
-GATE_UP, DOWN = 1, 2  # phases
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -129,18 +112,22 @@ class SmallBatch:
 
     Args:
         num_experts: of all ranks; an id is valid below it, and others than -1 are counted.
-        top_k: columns of ids and weights. capacity: most tokens of a call.
+        top_k: columns of ids and weights. capacity: most tokens of the caller's batches; the
+            workspaces have room for `max_tokens`, which may be fewer.
         num_shared_experts: experts behind the routed ones in the weights, which take every valid
             row with weight 1.
         first_expert, num_local_experts: the routed experts of this rank; default all. Ids of
             others are skipped, so their part of the sum is zero.
-        staged: x is e4m3 [T, H] with scales [T, H/128], as `stage` of reference.py returns it.
         invalid_count: int32 [1]; grows by the number of invalid ids in valid rows.
         library: for tests; default the one built from csrc.
 
+    Attributes:
+        max_tokens: most tokens of one call, at most `capacity`; 0 if the geometry is too large for
+            the kernel: all rows of x lie in shared memory, and slots are at most 1024 in a batch.
+
     Raises:
-        ValueError: a geometry that the kernels do not take.
-        BackendUnavailable: they can't be built, or can't run on this device.
+        ValueError: a geometry that the kernel does not take.
+        BackendUnavailable: it can't be built, or can't run on this device.
     """
 
     def __init__(
@@ -157,46 +144,32 @@ class SmallBatch:
         num_shared_experts: int = 0,
         first_expert: int = 0,
         num_local_experts: int | None = None,
-        staged: bool = False,
         invalid_count: Tensor | None = None,
         tuning: Tuning = Tuning(),
         library: ctypes.CDLL | None = None,
     ) -> None:
         routed = num_experts if num_local_experts is None else num_local_experts
+        local = routed + num_shared_experts
         slots = top_k + num_shared_experts
         for name, size in (("hidden_size", hidden_size), ("intermediate_size", intermediate_size)):
             require(size > 0 and size % BLOCK == 0, name, f"a multiple of {BLOCK}", size, "Pad it.")
         require(
-            1 <= routed + num_shared_experts <= MAX_EXPERTS,
+            1 <= local <= MAX_EXPERTS,
             "local experts, routed and shared",
             f"1 to {MAX_EXPERTS}",
-            routed + num_shared_experts,
+            local,
             "Spread the experts over more ranks.",
         )
-        require(
-            top_k >= 1 and slots <= 64,
-            "slots per token (top_k + num_shared_experts)",
-            "1 to 64",
-            slots,
-            "Use another backend.",
-        )
-        require(tuning.loader in LOADERS, "loader", LOADERS, tuning.loader, "Take one of them.")
-        max_pairs = min(max(capacity, 1) * slots, MAX_PAIRS)
-        self._hidden = torch.empty(max_pairs, intermediate_size, dtype=torch.float32, device=device)
-        self._spill = torch.empty(max_pairs, hidden_size, dtype=torch.float32, device=device)
-        self._invalid_count = invalid_count  # kept alive, since the kernels have raw pointers
+        require(top_k >= 1, "top_k", "at least 1", top_k, "Route each token to an expert.")
+        self._invalid_count = invalid_count  # kept alive, since the kernel has raw pointers
         self._top_k = top_k
-        self._capacity = capacity
-        self._x_shape = hidden_size
-        self._x_dtype = FP8 if staged else torch.bfloat16
+        self._hidden_size = hidden_size
         self._library = library if library is not None else build_library()
         self._launch = self._library.megamoe_small_batch
         num_sms = tuning.num_sms
         if num_sms is None:
             num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._config = _Config(
-            hidden=self._hidden.data_ptr(),
-            spill=self._spill.data_ptr(),
             invalid_count=0 if invalid_count is None else invalid_count.data_ptr(),
             hidden_size=hidden_size,
             intermediate_size=intermediate_size,
@@ -205,18 +178,11 @@ class SmallBatch:
             num_experts=num_experts,
             first_expert=first_expert,
             num_routed=routed,
-            max_pairs=max_pairs,
             swiglu_limit=math.inf if swiglu_limit is None else swiglu_limit,
             routed_scaling_factor=routed_scaling_factor,
-            staged=staged,
             num_sms=num_sms,
             pdl=tuning.pdl,
-            early_trigger=tuning.early_trigger,
-            loader=LOADERS.index(tuning.loader),
-            stages1=tuning.stages[0],
-            stages2=tuning.stages[1],
-            min_blocks=tuning.min_blocks,
-            cluster=tuning.cluster,
+            stages=tuning.stages,
         )
         self._config_address = ctypes.addressof(self._config)
         with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -224,17 +190,34 @@ class SmallBatch:
         if error:
             raise BackendUnavailable(
                 mismatch(
-                    "small-batch kernels",
-                    "an SM90 GPU and a geometry the kernels take",
+                    "small-batch kernel",
+                    "an SM90 GPU and a geometry the kernel takes",
                     self._error_string(error),
-                    'backend="reference" runs on any GPU, slowly.',
+                    'backend="deep_gemm" does without it.',
                 )
             )
+        self.max_tokens = min(capacity, int(self._config.max_tokens))
+        pairs = max(self.max_tokens, 1) * slots
+        # A chunk of pairs of one expert; part of one for each expert, and the full ones.
+        chunks = min(local, pairs) + pairs // 8
+        rows = chunks * MAX_COLUMNS
+        groups = intermediate_size // INTERMEDIATE_GROUP
+        self._rows = torch.empty(rows, intermediate_size, dtype=torch.uint8, device=device)
+        self._row_scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
+        self._results = torch.empty(pairs, hidden_size, dtype=torch.bfloat16, device=device)
+        self._counters = torch.zeros(
+            MAX_EXPERTS + hidden_size // 64 + 1, dtype=torch.int32, device=device
+        )
+        self._config.rows = self._rows.data_ptr()
+        self._config.row_scale = self._row_scale.data_ptr()
+        self._config.results = self._results.data_ptr()
+        self._config.counters = self._counters.data_ptr()
 
     @property
-    def cluster(self) -> int:
-        """Blocks of K2 that share a group of output rows."""
-        return int(self._config.cluster)
+    def workspace_bytes(self) -> int:
+        """Bytes of device memory that this object holds."""
+        held = (self._rows, self._row_scale, self._results, self._counters)
+        return sum(tensor.nbytes for tensor in held)
 
     def _error_string(self, error: int) -> str:
         text: bytes = self._library.megamoe_error_string(error)
@@ -243,7 +226,6 @@ class SmallBatch:
     def __call__(
         self,
         x: Tensor,
-        scale: Tensor | None,
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_valid: Tensor,
@@ -254,17 +236,15 @@ class SmallBatch:
         w2_scale: Tensor,
         y: Tensor,
         stream: int,
-        phases: int = GATE_UP | DOWN,
     ) -> None:
         """Write every row of `y` on `stream`, a cudaStream_t of the device, which is current.
 
         Args:
-            x: [T, H] bf16, or e4m3 with `scale` [T, H/128] fp32 where staged. Columns are dense,
-                rows may be strided (not where staged); T may be 0.
+            x: [T, H] bf16, dense columns, rows may be strided; T from 0 to `max_tokens`.
             topk_ids: [T, K] int32 or int64. topk_weights: [T, K] fp32 or bf16.
             num_valid: int32 [1]. launch_count: int32 [1], grows by one. Both on the device.
             w13 [E, 2I, H], w13_scale, w2 [E, H, I], w2_scale: prepared, contiguous.
-            y: [T, H] bf16, contiguous. phases: for timing, one kernel alone.
+            y: [T, H] bf16, contiguous.
 
         Raises:
             ValueError: inputs that do not fit. RuntimeError: CUDA refused a launch.
@@ -276,21 +256,19 @@ class SmallBatch:
         slots = (tokens, self._top_k)
         variant = _ID_BITS.get(topk_ids.dtype, 8) + _WEIGHT_BITS.get(topk_weights.dtype, 8)
         if (
-            tokens > self._capacity
-            or x.dtype is not self._x_dtype
-            or x.shape[1] != self._x_shape
+            x.dtype is not torch.bfloat16
+            or x.shape[1] != self._hidden_size
             or x_column != 1
-            or (scale is None) == (self._x_dtype is FP8)
             or topk_ids.shape != slots
             or topk_weights.shape != slots
             or (self._top_k > 1 and (ids_column != 1 or weights_column != 1))
+            or tokens > self.max_tokens
         ):
             variant = -1  # the library refuses it; `_fail` says why
         error = self._launch(
             self._config_address,
             x.data_ptr(),
             x_stride,
-            0 if scale is None else scale.data_ptr(),
             topk_ids.data_ptr(),
             ids_stride,
             topk_weights.data_ptr(),
@@ -304,33 +282,27 @@ class SmallBatch:
             y.data_ptr(),
             tokens,
             variant,
-            phases,
             stream,
         )
         if error:
-            self._fail(error, x, scale, topk_ids, topk_weights)
+            self._fail(error, x, topk_ids, topk_weights)
 
-    def _fail(
-        self, error: int, x: Tensor, scale: Tensor | None, topk_ids: Tensor, topk_weights: Tensor
-    ) -> NoReturn:
+    def _fail(self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> NoReturn:
         tokens = x.shape[0]
         require(
-            tokens <= self._capacity, "tokens", f"at most {self._capacity}", tokens, "Split them."
+            tokens <= self.max_tokens,
+            "tokens",
+            f"at most {self.max_tokens}",
+            tokens,
+            "Split them, or take the mega kernel.",
         )
         inputs = (
-            ("x", x, self._x_shape, (self._x_dtype,)),
+            ("x", x, self._hidden_size, (torch.bfloat16,)),
             ("topk_ids", topk_ids, self._top_k, tuple(_ID_BITS)),
             ("topk_weights", topk_weights, self._top_k, tuple(_WEIGHT_BITS)),
         )
         for name, view, columns, dtypes in inputs:
             require_rows(name, view, tokens, columns, dtypes, "geometry")
-        require(
-            (scale is not None) == (self._x_dtype is FP8),
-            "scale",
-            "given exactly where the layer is staged",
-            scale,
-            "Pass what `staged` promised.",
-        )
         raise RuntimeError(
             mismatch(
                 "small-batch launch",

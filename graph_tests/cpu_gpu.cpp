@@ -9,8 +9,9 @@ namespace {
 std::function<void()> bind(const void* kernel, void** parameters) {
     const auto entry = reinterpret_cast<small_batch::Kernel>(const_cast<void*>(kernel));
     const auto args = *static_cast<small_batch::Args*>(parameters[0]);
-    const auto map = *static_cast<CUtensorMap*>(parameters[1]);
-    return [=] { entry(args, map); };
+    const auto w13 = *static_cast<CUtensorMap*>(parameters[1]);
+    const auto w2 = *static_cast<CUtensorMap*>(parameters[2]);
+    return [=] { entry(args, w13, w2); };
 }
 
 const bool bound = (emu::bind = bind, true);

@@ -1,8 +1,9 @@
-// Runs the kernels of csrc/small_batch.cu on a CPU: a force-included stand-in for ptx.cuh, for the
-// CUDA built-ins and for the runtime. Every thread is a fiber; a block (or a cluster) runs until
-// all its fibers end, in an order drawn at random in which some warps are far ahead of others, so
-// that a missing barrier shows up as a wrong result. What it checks beyond the values:
+// Runs the kernel of csrc/small_batch.cu on a CPU: a force-included stand-in for ptx.cuh, for the
+// CUDA built-ins and for the runtime. Every thread of every block is a fiber; they run until all
+// end, in an order drawn at random in which some warps are far ahead of others, so that a missing
+// barrier shows up as a wrong result. What it checks beyond the values:
 // - an asynchronous copy poisons its target when it starts, and lands when somebody waits for it;
+// - a barrier completes when all arrivals and all announced bytes are there, and not twice;
 // - a kernel launched programmatically runs up to its wait before its predecessor runs at all;
 // - shared memory starts as NaN; global memory is what the test made it.
 // It says nothing about time, about the memory model, or about alignment of PTX operands.
@@ -67,6 +68,7 @@ struct Copy {
 
 struct Mbarrier {
     int expected = 0, arrived = 0, phase = 0;
+    int64_t bytes = 0;  // announced, and not yet copied
     std::vector<Copy> copies, landing;  // of this phase, and of complete ones
     std::vector<Fiber*> waiting;
 };
@@ -83,8 +85,8 @@ struct Block {
     Gate gate;
     std::vector<Warp> warps;
     std::map<uint64_t*, Mbarrier> barriers;
+    std::map<int, Gate> groups;  // named barriers
     dim3 index;
-    int rank = 0;
 };
 
 struct Fiber {
@@ -104,10 +106,8 @@ struct Engine {
     std::vector<Block> blocks;
     std::vector<Fiber> fibers;
     std::vector<Fiber*> ready;
-    Gate cluster_gate;
     Fiber* current = nullptr;
     dim3 grid;
-    int cluster = 1;
     std::function<void()> body;
     std::function<void()> predecessor;
 };
@@ -126,6 +126,12 @@ inline Fiber& self() { return *engine->current; }
 inline void yield() {
     Fiber* fiber = engine->current;
     swapcontext(&fiber->context, &engine->scheduler);
+}
+
+// Lets all others run, and comes back.
+inline void pause() {
+    engine->ready.insert(engine->ready.begin(), engine->current);
+    yield();
 }
 
 inline void wake(std::vector<Fiber*>& fibers) {
@@ -164,21 +170,20 @@ inline size_t pick_fiber(Engine& mine) {
     return best;
 }
 
-inline void run_cluster(Engine& mine, int first, int threads, size_t shared_bytes) {
+inline void run_grid(Engine& mine, int threads, size_t shared_bytes) {
     Engine* outer = engine;
     engine = &mine;
-    mine.blocks = std::vector<Block>(mine.cluster);
-    mine.fibers = std::vector<Fiber>(mine.cluster * threads);
-    mine.cluster_gate = {mine.cluster * threads, 0, {}};
-    for (int b = 0; b < mine.cluster; ++b) {
+    const int blocks = static_cast<int>(mine.grid.x);
+    mine.blocks = std::vector<Block>(blocks);
+    mine.fibers = std::vector<Fiber>(blocks * threads);
+    for (int b = 0; b < blocks; ++b) {
         Block& block = mine.blocks[b];
         block.storage.assign(shared_bytes + 1024, 0xff);
         block.shared = block.storage.data();
         block.shared += -reinterpret_cast<uintptr_t>(block.shared) % 1024;
         block.gate.size = threads;
         block.warps.resize(threads / kWarp);
-        block.index = dim3(first + b);
-        block.rank = b;
+        block.index = dim3(b);
         for (Warp& warp : block.warps) {
             warp.gate.size = kWarp;
             warp.priority = random_below(1 << 20);
@@ -231,14 +236,14 @@ const T* exchange(const T& value) {
     return values;
 }
 
-inline float half_value(uint32_t bits) {
+inline float e4m3_value(uint8_t bits) {
     static const std::vector<float> table = [] {
-        std::vector<float> values(65536);
-        for (uint32_t i = 0; i < 65536; ++i)
-            values[i] = __half2float(__half(__half_raw{static_cast<unsigned short>(i)}));
+        std::vector<float> values(256);
+        for (int i = 0; i < 256; ++i)
+            values[i] = __half2float(__half(__nv_cvt_fp8_to_halfraw(i, __NV_E4M3)));
         return values;
     }();
-    return table[bits & 0xffff];
+    return table[bits];
 }
 
 inline Mbarrier& mbarrier(uint64_t* at) {
@@ -247,14 +252,20 @@ inline Mbarrier& mbarrier(uint64_t* at) {
     return found->second;
 }
 
-inline void arrive(Mbarrier& barrier) {
-    if (++barrier.arrived > barrier.expected) fail("too many arrivals");
-    if (barrier.arrived < barrier.expected) return;
+inline void complete(Mbarrier& barrier) {
+    if (barrier.arrived > barrier.expected) fail("too many arrivals");
+    if (barrier.bytes < 0) fail("more bytes than announced");
+    if (barrier.arrived < barrier.expected || barrier.bytes > 0) return;
     for (Copy& copy : barrier.copies) barrier.landing.push_back(std::move(copy));
     barrier.copies.clear();
     barrier.arrived = 0;
     ++barrier.phase;
     wake(barrier.waiting);
+}
+
+inline void arrive(Mbarrier& barrier) {
+    ++barrier.arrived;
+    complete(barrier);
 }
 
 inline Copy start_copy(void* target, const void* source, size_t bytes) {
@@ -325,6 +336,10 @@ inline int atomicAdd(int* at, int value) {
     return old;
 }
 template <typename T>
+T __shfl_sync(uint32_t, T value, int lane) {
+    return emu::exchange(value)[lane];
+}
+template <typename T>
 T __shfl_up_sync(uint32_t, T value, int offset) {
     const int lane = emu::self().lane;
     return emu::exchange(value)[lane >= offset ? lane - offset : lane];
@@ -333,12 +348,6 @@ template <typename T>
 T __shfl_xor_sync(uint32_t, T value, int mask) {
     const int lane = emu::self().lane;
     return emu::exchange(value)[lane ^ mask];
-}
-inline bool __any_sync(uint32_t, bool value) {
-    const bool* values = emu::exchange(value);
-    bool any = false;
-    for (int lane = 0; lane < emu::kWarp; ++lane) any |= values[lane];
-    return any;
 }
 inline uint32_t __match_any_sync(uint32_t, int value) {
     const int* values = emu::exchange(value);
@@ -358,8 +367,6 @@ inline void wait_for_predecessor() {
     emu::engine->predecessor = nullptr;
     if (run) run();
 }
-inline void allow_successor() {}
-
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     emu::self().block->barriers[barrier].expected = arrivals;
 }
@@ -374,8 +381,23 @@ inline void barrier_wait(uint64_t* at, uint32_t parity) {
         std::memcpy(copy.target, copy.bytes.data(), copy.bytes.size());
     barrier.landing.clear();
 }
-inline void copy16(void* target, const void* source) {
-    emu::self().copies.push_back(emu::start_copy(target, source, 16));
+inline void arrive(uint64_t* at) { emu::arrive(emu::mbarrier(at)); }
+inline void arrive_expect(uint64_t* at, uint32_t bytes) {
+    emu::mbarrier(at).bytes += bytes;
+    emu::arrive(emu::mbarrier(at));
+}
+inline emu::Gate& group(int id, int threads) {
+    emu::Gate& gate = emu::self().block->groups[id];
+    if (gate.size != 0 && gate.size != threads) emu::fail("a named barrier of two sizes");
+    gate.size = threads;
+    return gate;
+}
+inline void group_sync(int id, int threads) { emu::pass(group(id, threads)); }
+inline void group_arrive(int id, int threads) {
+    emu::Gate& gate = group(id, threads);
+    if (++gate.arrived < gate.size) return;
+    gate.arrived = 0;
+    emu::wake(gate.waiting);
 }
 inline void copy4(void* target, const void* source) {
     emu::self().copies.push_back(emu::start_copy(target, source, 4));
@@ -386,12 +408,20 @@ inline void copies_arrive(uint64_t* at) {
     emu::self().copies.clear();
     emu::arrive(barrier);
 }
-inline void copy_box(void* target, const CUtensorMap* map, int column, int row, uint64_t* at,
-                     uint32_t bytes) {
+inline void copy_bytes(void* target, const void* source, uint32_t bytes, uint64_t* at) {
+    emu::Mbarrier& barrier = emu::mbarrier(at);
+    for (uint32_t i = 0; i < bytes; i += 16)
+        barrier.copies.push_back(emu::start_copy(static_cast<uint8_t*>(target) + i,
+                                                 static_cast<const uint8_t*>(source) + i, 16));
+    barrier.bytes -= bytes;
+    emu::complete(barrier);
+}
+inline void copy_box(void* target, const CUtensorMap* map, int column, int row, uint64_t* at) {
     emu::TensorMap tensor;
     std::memcpy(&tensor, map, sizeof tensor);
-    if (bytes != tensor.box_columns * tensor.box_rows || tensor.box_columns != 128)
-        emu::fail("a box of an unexpected size");
+    if (tensor.box_columns != 128) emu::fail("a box of an unexpected size");
+    if (column + 128 > tensor.columns || row + tensor.box_rows > tensor.rows)
+        emu::fail("a box outside of its tensor");
     if (reinterpret_cast<uintptr_t>(target) % 1024) emu::fail("a box is not aligned");
     emu::Mbarrier& barrier = emu::mbarrier(at);
     for (uint32_t r = 0; r < tensor.box_rows; ++r)
@@ -400,45 +430,39 @@ inline void copy_box(void* target, const CUtensorMap* map, int column, int row, 
             uint8_t* to = static_cast<uint8_t*>(target) + r * 128 + (piece ^ r % 8) * 16;
             barrier.copies.push_back(emu::start_copy(to, source, 16));
         }
-    emu::arrive(barrier);
+    barrier.bytes -= tensor.box_columns * tensor.box_rows;
+    emu::complete(barrier);
 }
 inline void prefetch_map(const CUtensorMap*) {}
-
-inline uint2 e4m3_to_f16(uint32_t four) {
-    const auto two = [four](int shift) {
-        const auto raw = __nv_cvt_fp8x2_to_halfraw2(four >> shift & 0xffff, __NV_E4M3);
-        return raw.x | uint32_t{raw.y} << 16;
-    };
-    return make_uint2(two(0), two(16));
+inline void fence_async_proxy() {}
+inline void fence_device() {}
+inline int load_acquire(const int* at) {
+    emu::pause();
+    return *at;
 }
+inline int add_acquire_release(int* at, int value) { return atomicAdd(at, value); }
 
-inline void mma(float (&d)[4], uint4 a, uint2 b) {
-    struct Operands {
-        uint32_t a[4], b[2];
-    };
-    const int lane = emu::self().lane;
-    const Operands* all = emu::exchange(Operands{{a.x, a.y, a.z, a.w}, {b.x, b.y}});
-    for (int i = 0; i < 4; ++i) {
-        const int row = lane / 4 * 4, column = (lane % 4 * 2 + i % 2) * 4;
+inline void multiply_begin() {}
+inline void multiply_commit() {}
+inline void multiply_wait() {}
+template <int kCount>
+void hold(float (&)[kCount]) {}
+
+inline float element(const uint8_t* matrix, int row, int column) {
+    if (reinterpret_cast<uintptr_t>(matrix) % 1024) emu::fail("a matrix is not aligned");
+    return emu::e4m3_value(
+        matrix[row * 128 + ((column / 16 ^ row % 8) * 16) + column % 16]);
+}
+template <int kCount>
+void multiply(float (&d)[kCount], const uint8_t* a, const uint8_t* b, int at, bool add) {
+    const int lane = emu::self().lane, warp = emu::self().index.x / 32 % 4;
+    for (int i = 0; i < kCount; ++i) {
+        const int row = 16 * warp + lane / 4 + i / 2 % 2 * 8;
+        const int column = i / 4 * 8 + lane % 4 * 2 + i % 2;
         float sum = 0.0f;
-        for (int q = 0; q < 4; ++q)
-            for (int k = 0; k < 2; ++k) {
-                const uint32_t left = all[row + q].a[2 * k + i / 2];
-                const uint32_t right = all[column + q].b[k];
-                sum += emu::half_value(left) * emu::half_value(right);
-                sum += emu::half_value(left >> 16) * emu::half_value(right >> 16);
-            }
-        d[i] += sum;
+        for (int k = at; k < at + 32; ++k) sum += element(a, row, k) * element(b, column, k);
+        d[i] = add ? d[i] + sum : sum;
     }
-}
-
-inline uint32_t cluster_size() { return emu::engine->cluster; }
-inline uint32_t cluster_rank() { return emu::self().block->rank; }
-inline void cluster_barrier() { emu::pass(emu::engine->cluster_gate); }
-inline void cluster_barrier_relaxed() { emu::pass(emu::engine->cluster_gate); }
-inline const float* in_block(const float* pointer, uint32_t rank) {
-    const auto offset = reinterpret_cast<const uint8_t*>(pointer) - emu::self().block->shared;
-    return reinterpret_cast<const float*>(emu::engine->blocks.at(rank).shared + offset);
 }
 
 }  // namespace ptx
@@ -457,53 +481,39 @@ inline Launcher bind = nullptr;
 
 extern "C" {
 
-inline int emulator_max_clusters = 1 << 20;
-
 void emulator_seed(uint64_t seed) {
     emu::order_is_random = seed != 0;
     emu::random_state = seed;
 }
-void emulator_limit_clusters(int clusters) { emulator_max_clusters = clusters; }
 void emulator_synchronize() { emu::synchronize(); }
 
 cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* kernel,
                                 void** parameters) {
     bool programmatic = false;
-    int cluster = 1;
     for (unsigned i = 0; i < config->numAttrs; ++i) {
         const cudaLaunchAttribute& attribute = config->attrs[i];
-        if (attribute.id == cudaLaunchAttributeClusterDimension)
-            cluster = attribute.val.clusterDim.x;
         if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization)
             programmatic = attribute.val.programmaticStreamSerializationAllowed;
     }
-    const int grid = config->gridDim.x, threads = config->blockDim.x;
-    if (grid % cluster || config->dynamicSmemBytes > 227 * 1024) return cudaErrorInvalidValue;
+    if (config->dynamicSmemBytes > 227 * 1024) return cudaErrorInvalidValue;
+    const dim3 grid = config->gridDim;
+    const int threads = config->blockDim.x;
     const size_t shared = config->dynamicSmemBytes;
     if (!programmatic) emu::synchronize();
     auto predecessor = std::make_shared<std::function<void()>>(std::move(emu::pending));
     auto body = emu::bind(kernel, parameters);
     emu::pending = [=] {
-        for (int first = 0; first < grid; first += cluster) {
-            emu::Engine engine;
-            engine.grid = dim3(grid);
-            engine.cluster = cluster;
-            engine.body = body;
-            engine.predecessor = std::move(*predecessor);
-            *predecessor = nullptr;
-            emu::run_cluster(engine, first, threads, shared);
-            if (engine.predecessor) emu::fail("a kernel ended without waiting");
-        }
+        emu::Engine engine;
+        engine.grid = grid;
+        engine.body = body;
+        engine.predecessor = std::move(*predecessor);
+        *predecessor = nullptr;
+        emu::run_grid(engine, threads, shared);
+        if (engine.predecessor) emu::fail("a kernel ended without waiting");
     };
     return cudaSuccess;
 }
 cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-cudaError_t cudaOccupancyMaxActiveClusters(int* clusters, const void*,
-                                           const cudaLaunchConfig_t* config) {
-    const int size = config->attrs[0].val.clusterDim.x;
-    *clusters = min<int>(emulator_max_clusters, config->gridDim.x / size);
-    return cudaSuccess;
-}
 cudaError_t cudaGetLastError() { return cudaSuccess; }
 const char* cudaGetErrorString(cudaError_t) { return "emulated"; }
 cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** entry, unsigned int,

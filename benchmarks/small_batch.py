@@ -1,0 +1,186 @@
+"""The small-batch kernel against the mega kernel and the floor, per number of tokens, in one run.
+
+    python -m benchmarks.small_batch --out DIR/small_batch
+
+Both paths are layers of one rank on the same weights, rows and routing: the mega path is staging
+and mega kernel as the deep_gemm backend launches them. Method and floor as in benchmarks.layer.
+`--tune` adds the kernel under other settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import megamoe_compile as mm
+from benchmarks.layer import Bench, Inputs
+from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
+from megamoe_compile.custom_ops.reference import moe_reference
+from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP, SmallBatch, Tuning
+
+# Shape -> preset, local experts, and the aims: tokens -> most time over the floor.
+SHAPES: dict[str, tuple[str, int, dict[int, float]]] = {
+    "flash-256": ("deepseek-v4-flash", 256, {1: 1.30, 4: 1.20, 8: 1.15}),
+    "flash-32": ("deepseek-v4-flash", 32, {1: 1.30, 8: 1.15, 32: 1.15}),
+    "qwen3-30b": ("qwen3-30b-a3b", 128, {1: 2.0, 8: 1.30, 64: 1.25}),
+}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
+DEFAULT = Tuning()
+TUNED = {
+    "no-pdl": replace(DEFAULT, pdl=False),
+    "stages3": replace(DEFAULT, stages=3),
+    "stages6": replace(DEFAULT, stages=6),
+    "sms128": replace(DEFAULT, num_sms=128),
+}
+TOLERANCE = 0.006
+
+
+def small_batch(bench: Bench, tuning: Tuning) -> SmallBatch:
+    config, geometry = bench.config, bench.context.weight_geometry
+    return SmallBatch(
+        hidden_size=config.hidden_size,
+        intermediate_size=geometry.padded_intermediate_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        capacity=config.max_tokens_per_rank,
+        device=torch.device("cuda"),
+        swiglu_limit=config.swiglu_limit,
+        routed_scaling_factor=config.routed_scaling_factor,
+        tuning=tuning,
+    )
+
+
+def call(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE, y: Tensor) -> None:
+    context = bench.context
+    weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+    stream = torch.cuda.current_stream().cuda_stream
+    op(*inputs, context.num_valid, context.launch_count, *weights, y, stream)
+
+
+def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> float:
+    """Relative to the recipe, on poisoned output and workspaces."""
+    y = torch.full_like(inputs[0], float("nan"))
+    op._row_scale.fill_(float("nan"))
+    op._results.fill_(float("nan"))
+    call(op, bench, inputs, layer, y)
+    torch.cuda.synchronize()
+    want = moe_reference(
+        *inputs,
+        layer.w13,
+        layer.w13_scale,
+        layer.w2,
+        layer.w2_scale,
+        swiglu_limit=bench.config.swiglu_limit,
+        routed_scaling_factor=bench.config.routed_scaling_factor,
+        intermediate_group=INTERMEDIATE_GROUP,
+    ).float()
+    return float((y.float() - want).norm() / want.norm())
+
+
+def measure(
+    bench: Bench, ops: dict[str, SmallBatch], tokens: int, bandwidth: float, rounds: int
+) -> dict[str, Any]:
+    pairs = bench.pairs(bench.inputs(tokens))
+    bench.context.warmup([tokens])
+    variants: dict[str, list[Callable[[], object]]] = {
+        "mega": [functools.partial(layer, *inputs) for inputs, layer in pairs]
+    }
+    worst = 0.0
+    for name, op in ops.items():
+        if tokens <= op.max_tokens:
+            worst = max(worst, error(op, bench, *pairs[0]))
+            y = torch.empty_like(pairs[0][0][0])
+            variants[name] = [functools.partial(call, op, bench, *pair, y) for pair in pairs]
+    times = time_variants(variants, rounds)
+    per_expert = 3 * bench.config.hidden_size * pairs[0][1].w2.shape[2]
+    floor = int(pairs[0][0][1].unique().numel()) * per_expert / bandwidth * 1e6
+    row: dict[str, Any] = {"tokens": tokens, "floor_us": floor}
+    for name, time in times.items():
+        row[f"{name}_us"] = time.median
+        row[f"{name}_spread_us"] = time.spread
+    if "small" in times:
+        row["small/floor"] = times["small"].median / floor
+        row["relative_error"] = worst
+        if not worst <= TOLERANCE:
+            row["wrong"] = True
+    row["mega/floor"] = times["mega"].median / floor
+    return row
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row["shape"] for row in rows))
+    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
+    for axis, shape in zip(axes[0], shapes, strict=True):
+        mine = [row for row in rows if row["shape"] == shape]
+        for key, style in (("mega_us", "x--"), ("small_us", "o-"), ("floor_us", "k:")):
+            points = [(row["tokens"], row[key]) for row in mine if key in row]
+            axis.plot(*zip(*points, strict=True), style, label=key.removesuffix("_us"))
+        faster = [row for row in mine if row.get("small_us", float("inf")) < row["mega_us"]]
+        if faster:
+            most = max(row["tokens"] for row in faster)
+            axis.axvline(most, color="gray", alpha=0.4, label=f"choice: small up to {most}")
+        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer", title=shape)
+        axis.legend()
+    figure.tight_layout()
+    figure.savefig(path.with_suffix(".png"), dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 512")
+    parser.add_argument("--aims", action="store_true", help="only tokens with an aim")
+    parser.add_argument("--tune", action="store_true", help="add the kernel under other settings")
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    args = parser.parse_args()
+    torch.manual_seed(0)
+    bandwidth = copy_bandwidth()
+    data: dict[str, Any] = {
+        "environment": environment(args.commit),
+        "copy_terabytes_per_second": bandwidth / 1e12,
+        "rows": [],
+    }
+    for shape in args.shapes:
+        preset, experts, aims = SHAPES[shape]
+        config = mm.MegaMoEConfig.preset(
+            preset, max_tokens_per_rank=512, num_experts=experts, backend="deep_gemm"
+        )
+        bench = Bench.make(config)
+        tunings = {"small": DEFAULT, **(TUNED if args.tune else {})}
+        ops = {name: small_batch(bench, tuning) for name, tuning in tunings.items()}
+        for tokens in args.tokens or (aims if args.aims else TOKENS):
+            row = {"shape": shape, **measure(bench, ops, tokens, bandwidth, args.rounds)}
+            row["aim"] = aims.get(tokens, "")
+            data["rows"].append(row)
+            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
+                  flush=True)  # fmt: skip
+        bench.context.close()
+        del bench, ops
+        gc.collect()
+        torch.cuda.empty_cache()
+    shown = ("shape", "tokens", "small_us", "mega_us", "floor_us", "small/floor", "mega/floor")
+    table = markdown(
+        [{key: row.get(key, "") for key in (*shown, "aim", "relative_error")} for row in data["rows"]]
+    )
+    write_results(args.out, data, table)
+    plot(data["rows"], args.out)
+    print(table)
+
+
+if __name__ == "__main__":
+    main()
