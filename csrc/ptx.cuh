@@ -26,6 +26,11 @@ __device__ __forceinline__ void wait_for_predecessor() {
     asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
+// Lets a dependent grid start once every block has said so or has ended.
+__device__ __forceinline__ void allow_successor() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // -- barriers ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, uint32_t arrivals) {
@@ -121,22 +126,40 @@ __device__ __forceinline__ void fence_async_proxy() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-__device__ __forceinline__ void fence_device() { __threadfence(); }
-
 __device__ __forceinline__ int load_acquire(const int* at) {
     int value;
     asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
     return value;
 }
 
-// Returns the old value.
-__device__ __forceinline__ int add_acquire_release(int* at, int value) {
+// Both also order what the block's other threads did before a barrier with this one.
+__device__ __forceinline__ void add_release(int* at, int value) {
+    asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// One more, or 0 behind `last`; returns the old value.
+__device__ __forceinline__ int count_up(int* at, int last) {
     int old;
-    asm volatile("atom.acq_rel.gpu.global.add.s32 %0, [%1], %2;"
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                  : "=r"(old)
-                 : "l"(at), "r"(value)
+                 : "l"(at), "r"(last)
                  : "memory");
     return old;
+}
+
+// An index in shared memory that another warp of the block publishes.
+__device__ __forceinline__ int load_acquire_shared(const int* at) {
+    int value;
+    asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
+                 : "=r"(value)
+                 : "r"(shared_address(at))
+                 : "memory");
+    return value;
+}
+
+__device__ __forceinline__ void store_release_shared(int* at, int value) {
+    asm volatile("st.release.cta.shared.s32 [%0], %1;" ::"r"(shared_address(at)), "r"(value)
+                 : "memory");
 }
 
 // -- matrix products of a warpgroup --------------------------------------------------------------

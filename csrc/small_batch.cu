@@ -7,21 +7,24 @@
 //   ahead, through both GEMMs: w2 does not depend on what GEMM 1 computes, so that its first tiles
 //   arrive while other blocks are still at GEMM 1, and the wait between the GEMMs costs nothing.
 // - Weights are the A operand (64 rows) of wgmma, tokens the columns of B: e4m3 goes from shared
-//   memory into the matrix units as it is, without an instruction per byte. GEMM 1 multiplies by
-//   all tokens of the batch, also those that another expert takes: columns are free up to the rate
-//   of the units. Each token has its own column, so a NaN stays in its row.
-// - No staging kernel: each block quantizes all rows of x while its first weights are under way,
-//   and finds the routing itself, from the ids.
-// - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into an
-//   image of shared memory in global memory, which GEMM 2 copies as it is. 32 and not 128 columns,
-//   because a tile of 64 rows has 32 intermediate columns, and no block waits for another's.
+//   memory into the matrix units as it is, without an instruction per byte. Each token has its own
+//   column, so a NaN stays in its row.
+// - No staging kernel. Up to 16 tokens, each block quantizes all rows of x while its first weights
+//   are under way, and GEMM 1 multiplies by all of them, also those that another expert takes:
+//   columns are free up to the rate of the units. For more tokens, each block quantizes a part, into
+//   images of shared memory in global memory, which GEMM 1 copies as they are.
+// - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into such
+//   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
+//   columns, and no block waits for another's.
 // - Two warpgroups take turns in multiplying: while one writes its results, the other multiplies.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's
-//   result does not depend on the other tokens.
+//   result does not depend on the other tokens of a call that takes the same variant.
 //
-// Blocks wait for each other's GEMM 1, but never before they have done their own share of it, so
-// that any order of starting them comes to an end.
+// Blocks wait for each other, so all of them must come to run: there are no more than
+// multiprocessors, and what stands before them in the stream comes to its end.
+
+#include <cmath>
 
 #include "small_batch.cuh"
 #include "small_batch_plan.cuh"
@@ -29,36 +32,42 @@
 namespace small_batch {
 
 // Named barriers of a block.
-enum { kSetUp = 1, kTurn = 2, kGroupOnly = 4, kEnd = 6 };  // kTurn, kGroupOnly: + group
+enum { kSetUp = 1, kTurn = 2, kGroupOnly = 4, kStaged = 6 };  // kTurn, kGroupOnly: + group
 
 __device__ __forceinline__ int group_index() { return threadIdx.x / kGroup; }
 __device__ __forceinline__ void group_barrier() {
     ptx::group_sync(kGroupOnly + group_index(), kGroup);
 }
 
-// Results of one unit of GEMM 1 -> SwiGLU, routing weight, e4m3, for each pair of the expert.
+// Results of one unit of GEMM 1 -> SwiGLU, routing weight, e4m3, for each of its pairs.
 template <typename S>
 __device__ __forceinline__ void write_rows(const Args& args, const Tables& tables, const Unit& unit,
-                                           const float (&total)[S::kTokens / 2]) {
+                                           const float (&total)[S::kUpColumns / 2]) {
     const int lane = lane_index(), warp = warp_index() % 4;
     float* results =
-        shared_at<float>(args.at.results) + group_index() * S::kTokens * S::kRowStride;
+        shared_at<float>(args.at.results) + group_index() * S::kUpColumns * S::kRowStride;
 #pragma unroll
-    for (int j = 0; j < S::kTokens / 8; ++j)
+    for (int j = 0; j < S::kUpColumns / 8; ++j)
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // row g of the tile is a gate row, row g + 8 its up row
-            const int token = 8 * j + lane % 4 * 2 + i;
-            results[token * S::kRowStride + warp * 8 + lane / 4] =
+            const int column = 8 * j + lane % 4 * 2 + i;
+            results[column * S::kRowStride + warp * 8 + lane / 4] =
                 swiglu(total[4 * j + i], total[4 * j + 2 + i], args.swiglu_limit);
         }
     group_barrier();
-    const int low = tables.first[unit.rank], count = tables.first[unit.rank + 1] - low;
-    const int first_chunk = tables.first_chunk[unit.rank];
+    int low = tables.first[unit.rank], count = tables.first[unit.rank + 1] - low;
+    int64_t first_chunk = tables.first_chunk[unit.rank];
+    if constexpr (!S::kResident) {
+        const int before = (unit.chunk - static_cast<int>(first_chunk)) * S::kColumns;
+        low += before;
+        count = min(S::kColumns, count - before);
+        first_chunk = unit.chunk;
+    }
     const int column = unit.tile * kFine + lane;
 #pragma unroll 1
     for (int pair = warp; pair < count; pair += 4) {
-        const float value =
-            results[tables.token_of[low + pair] * S::kRowStride + lane] * tables.weight_of[low + pair];
+        const int from = S::kResident ? int{tables.token_of[low + pair]} : pair;
+        const float value = results[from * S::kRowStride + lane] * tables.weight_of[low + pair];
         float amax = fmaxf(0.0f, fabsf(value));  // drops NaN
 #pragma unroll
         for (int offset = 16; offset > 0; offset /= 2)
@@ -72,11 +81,10 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
             args.row_scale[(chunk * (args.intermediate / kFine) + unit.tile) * S::kColumns + row] =
                 scale;
     }
-    // The rows are read by the copy engines of all multiprocessors.
-    ptx::fence_device();
-    ptx::fence_async_proxy();
+    ptx::fence_async_proxy();  // the copy engines of all multiprocessors read the rows
     group_barrier();
-    if (threadIdx.x % kGroup == 0) ptx::add_acquire_release(args.counters + unit.rank, 1);
+    if (threadIdx.x % kGroup == 0)
+        ptx::add_release(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), 1);
 }
 
 // y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order.
@@ -107,11 +115,12 @@ __device__ __forceinline__ void combine(const Args& args, const Tables& tables, 
 // Results of one unit of GEMM 2, and y where this unit is the last of its rows.
 template <typename S>
 __device__ __forceinline__ void write_results(const Args& args, const Tables& tables,
-                                              const Unit& unit, int chunks,
+                                              const Work<S>& work, const Unit& unit,
+                                              const Active& active,
                                               const float (&total)[S::kColumns / 2]) {
     const int lane = lane_index(), warp = warp_index() % 4;
-    const int low = tables.first[unit.rank] +
-                    (unit.chunk - tables.first_chunk[unit.rank]) * S::kColumns;
+    const int low =
+        tables.first[unit.rank] + (unit.chunk - tables.first_chunk[unit.rank]) * S::kColumns;
     const int count = min(S::kColumns, tables.first[unit.rank + 1] - low);
 #pragma unroll
     for (int j = 0; j < S::kColumns / 8; ++j)
@@ -124,16 +133,23 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
             to[0] = __float2bfloat16_rn(total[4 * j + i]);
             to[8] = __float2bfloat16_rn(total[4 * j + 2 + i]);
         }
-    ptx::fence_device();
     group_barrier();
     int* last = shared_at<int>(args.at.scan) + group_index();
-    if (threadIdx.x % kGroup == 0)
-        *last = ptx::add_acquire_release(args.counters + kMaxExperts + unit.tile, 1) == chunks - 1;
+    const bool first_thread = threadIdx.x % kGroup == 0;
+    if (first_thread)
+        *last = ptx::count_up(args.counters->done + unit.tile, active.chunks - 1) ==
+                active.chunks - 1;
     group_barrier();
-    if (*last) {
-        ptx::fence_device();
-        combine(args, tables, unit.tile);
-    }
+    if (!*last) return;
+    combine(args, tables, unit.tile);
+    // Whoever makes the last tile of y leaves the counters as they were.
+    int* of_all = last + 2;
+    if (first_thread)
+        *of_all = ptx::count_up(&args.counters->combined, work.tiles2 - 1) == work.tiles2 - 1;
+    group_barrier();
+    if (!*of_all) return;
+    if (first_thread) args.counters->staged = 0;
+    for (int i = threadIdx.x % kGroup; i < active.chunks; i += kGroup) args.counters->ready[i] = 0;
 }
 
 template <typename S>
@@ -154,6 +170,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::fence_barrier_init();
     if (threadIdx.x == 0) {
+        *ring.published = 0;
         ptx::prefetch_map(&w13);
         ptx::prefetch_map(&w2);
     }
@@ -162,8 +179,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     // 2. The routing. x goes first: once weights are asked for, it would queue behind them.
     ptx::wait_for_predecessor();
     if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(args.launch_count, 1);
+    ptx::allow_successor();  // it waits for this grid's end before it reads or writes anything
     RowsOfX<S::kTokens> rows(args);
-    if (warp < kMathThreads / 32) rows.start(args, args.tokens);
+    if (S::kResident && warp < kMathThreads / 32) rows.start(args, args.tokens);
     const int valid_tokens = __ldcg(args.num_valid);
     read_pairs(args, tables, valid_tokens);
     __syncthreads();
@@ -176,8 +194,8 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
     }
 
-    // 3. One warp asks for weights, one for intermediate rows.
-    const Work work(args, active);
+    // 3. One warp asks for weights, one for rows.
+    const Work<S> work(args, active);
     if (warp == kMathThreads / 32) {
         load_weights<S>(args, tables, work, &w13, &w2);
         return;
@@ -185,53 +203,53 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (warp > kMathThreads / 32) {
         sort_pairs(args, tables);
         ptx::group_arrive(kSetUp, kMathThreads + 32);
-        load_rows<S>(args, tables, work);
+        if (lane_index() == 0) load_rows<S>(args, tables, work);
         return;
     }
 
-    // 4. Two groups take units in turns.
-    rows.finish(args, min(args.tokens, max(valid_tokens, 0)));
+    // 4. The rows of x.
+    const int count = min(args.tokens, max(valid_tokens, 0));
+    if constexpr (S::kResident) rows.finish(args, count);
     ptx::fence_async_proxy();  // the matrix units read what was written
     ptx::group_sync(kSetUp, kMathThreads + 32);
-    // The compiler must see that whole warps take every branch from here on: else it lets one wgmma
-    // wait for the other.
-    const int group = __shfl_sync(0xffffffffu, group_index(), 0), other = 1 - group;
-    const int own1 = __shfl_sync(0xffffffffu, work.own1, 0);
-    const int total = __shfl_sync(0xffffffffu, work.total(), 0);
-    if (group == 1 && total > 0) ptx::group_arrive(kTurn + other, kMathThreads);
-    Place place;
-    int i = group;
-    if (group == 1) place.skip(stages_of<S>(args, own1 == 0), args.stages);
-#pragma unroll 1
-    for (; i < own1; i += 2) {
-        float sums[S::kTokens / 2];
-        ptx::group_sync(kTurn + group, kMathThreads);
-        multiply_up<S>(args, place, sums);
-        if (i + 1 < total) ptx::group_arrive(kTurn + other, kMathThreads);
-        if (i + 1 < total) place.skip(stages_of<S>(args, i + 1 >= own1), args.stages);
-        write_rows<S>(args, tables, work(i, tables), sums);
-    }
-#pragma unroll 1
-    for (; i < total; i += 2) {
-        float sums[S::kColumns / 2];
-        ptx::group_sync(kTurn + group, kMathThreads);
-        multiply_down<S>(args, place, sums);
-        if (i + 1 < total) ptx::group_arrive(kTurn + other, kMathThreads);
-        place.skip(stages_of<S>(args, true), args.stages);
-        write_results<S>(args, tables, work(i, tables), active.chunks, sums);
+    if constexpr (!S::kResident) {
+        stage_rows<S>(args, tables, count);
+        ptx::fence_async_proxy();  // the copy engines of all multiprocessors read it
+        ptx::group_sync(kStaged, kMathThreads);
+        if (threadIdx.x == 0) ptx::add_release(&args.counters->staged, 1);
     }
 
-    // 5. The last block to end leaves the counters as it found them.
-    ptx::group_sync(kEnd, kMathThreads);
-    int* last = shared_at<int>(args.at.scan);
-    int* ended = args.counters + kMaxExperts + work.tiles2;
-    if (threadIdx.x == 0)
-        *last = ptx::add_acquire_release(ended, 1) == static_cast<int>(gridDim.x) - 1;
-    ptx::group_sync(kEnd, kMathThreads);
-    if (!*last) return;
-    for (int i = threadIdx.x; i < active.ranks; i += kMathThreads) args.counters[i] = 0;
-    for (int i = threadIdx.x; i <= work.tiles2; i += kMathThreads)
-        args.counters[kMaxExperts + i] = 0;
+    // 5. Two groups take units in turns. The compiler must see that whole warps take every branch
+    // from here on: else it lets one wgmma wait for the other.
+    const int group = __shfl_sync(0xffffffffu, group_index(), 0), other = 1 - group;
+    if (group == 1) ptx::group_arrive(kTurn + other, kMathThreads);
+    Place place;
+#pragma unroll 1
+    for (int turn = group;; turn += 2) {
+        ptx::group_sync(kTurn + group, kMathThreads);
+        if (turn > 0) {
+            const int before = __shfl_sync(0xffffffffu, ring.units[(turn - 1) % kQueue], 0);
+            if (before == Ring<S>::kNoUnit) return;
+            place.skip(ring.stages_of(work.down(before)), args.stages);
+        }
+        ptx::barrier_wait(ring.full + place.slot, place.parity);
+        const int number = __shfl_sync(0xffffffffu, ring.units[turn % kQueue], 0);
+        if (number == Ring<S>::kNoUnit) {
+            ptx::group_arrive(kTurn + other, kMathThreads);
+            return;
+        }
+        if (work.down(number)) {
+            float total[S::kColumns / 2];
+            multiply_down<S>(args, place, total);
+            ptx::group_arrive(kTurn + other, kMathThreads);
+            write_results<S>(args, tables, work, work(number, tables), active, total);
+        } else {
+            float total[S::kUpColumns / 2];
+            multiply_up<S>(args, place, total);
+            ptx::group_arrive(kTurn + other, kMathThreads);
+            write_rows<S>(args, tables, work(number, tables), total);
+        }
+    }
 }
 
 // -- host ----------------------------------------------------------------------------------------
@@ -239,20 +257,31 @@ __global__ void __launch_bounds__(kThreads, 1)
 using Kernel = void (*)(Args, CUtensorMap, CUtensorMap);
 
 struct Variant {
-    int tokens, columns, slabs;
+    int tokens, columns, slabs;  // tokens: 0 where x is not resident
     Kernel kernel;
 };
 
-// Few tokens leave room for long stages; many need it for x. The first that fits is taken.
+// The first that fits is taken.
 #define MEGAMOE_VARIANT(tokens, columns, slabs) \
     {tokens, columns, slabs, small_batch_kernel<Shape<tokens, columns, slabs>>}
 const Variant kVariants[] = {MEGAMOE_VARIANT(8, 8, 2),   MEGAMOE_VARIANT(8, 8, 1),
                              MEGAMOE_VARIANT(16, 16, 2), MEGAMOE_VARIANT(16, 16, 1),
-                             MEGAMOE_VARIANT(32, 16, 1), MEGAMOE_VARIANT(64, 16, 1)};
+                             MEGAMOE_VARIANT(0, 8, 2),   MEGAMOE_VARIANT(0, 8, 1),
+                             MEGAMOE_VARIANT(0, 16, 2),  MEGAMOE_VARIANT(0, 16, 1),
+                             MEGAMOE_VARIANT(0, 32, 1)};
+
+// Columns for the pairs that an expert should get: two standard deviations over the mean of even
+// routing. More pairs make another chunk, whose weights are read again.
+inline int columns_for(const Args& args) {
+    const float mean = static_cast<float>(args.pairs) / args.num_experts;
+    const float many = mean + 2.0f * sqrtf(mean);
+    return many <= 8 ? 8 : many <= 16 ? 16 : 32;
+}
 
 inline bool fits(const Variant& variant, const MegaMoESmallBatchConfig& config, Args& args) {
-    return args.tokens <= variant.tokens &&
-           plan(args, config, variant.tokens, variant.columns, variant.slabs);
+    const bool right = variant.tokens > 0 ? args.tokens <= variant.tokens
+                                          : variant.columns == columns_for(args);
+    return right && plan(args, config, variant.tokens, variant.columns, variant.slabs);
 }
 
 }  // namespace small_batch
@@ -275,16 +304,6 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
         config->num_shared < 0 || local < 1 || local > kMaxExperts || config->num_sms < 1)
         return cudaErrorInvalidValue;
     for (const Variant& variant : kVariants) {
-        Args args = {};
-        args.slots = slots;
-        args.num_local = local;
-        args.hidden = config->hidden_size;
-        args.intermediate = config->intermediate_size;
-        args.tokens = variant.tokens;
-        if (variant.tokens * slots > kMaxPairs) args.tokens = kMaxPairs / slots;
-        args.pairs = args.tokens * slots;
-        if (args.tokens > 0 && fits(variant, *config, args) && args.tokens > config->max_tokens)
-            config->max_tokens = args.tokens;
         const cudaError_t error =
             cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
@@ -292,6 +311,21 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
             cudaGetLastError();  // the caller has it
             return error;
         }
+    }
+    // Every number of tokens up to it must fit.
+    for (int tokens = 1; tokens * slots <= kMaxPairs; ++tokens) {
+        Args args = {};
+        args.slots = slots;
+        args.num_local = local;
+        args.num_experts = config->num_experts;
+        args.hidden = config->hidden_size;
+        args.intermediate = config->intermediate_size;
+        args.tokens = tokens;
+        args.pairs = tokens * slots;
+        bool any = false;
+        for (const Variant& variant : kVariants) any = any || fits(variant, *config, args);
+        if (!any) break;
+        config->max_tokens = tokens;
     }
     return cudaSuccess;
 }
@@ -320,10 +354,12 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     args.invalid_count = config->invalid_count;
     args.w13_scale = static_cast<const float*>(w13_scale);
     args.w2_scale = static_cast<const float*>(w2_scale);
+    args.x_rows = config->x_rows;
     args.rows = config->rows;
+    args.x_row_scale = config->x_row_scale;
     args.row_scale = config->row_scale;
     args.results = static_cast<__nv_bfloat16*>(config->results);
-    args.counters = config->counters;
+    args.counters = static_cast<Counters*>(config->counters);
     args.y = static_cast<__nv_bfloat16*>(y);
     args.tokens = num_tokens;
     args.top_k = config->top_k;

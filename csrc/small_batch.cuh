@@ -7,90 +7,82 @@
 
 namespace small_batch {
 
-// What one instance of the kernel is compiled for: rows of x, columns of a product of GEMM 2, and
-// the 128-column slabs of weights in one stage of the ring.
+// What one instance of the kernel is compiled for: columns of a product, and the 128-column slabs of
+// weights in one stage of the ring. Where x is resident, GEMM 1 multiplies by all tokens of the
+// batch, at most kTokens, from shared memory; else by one chunk of pairs, whose rows come with the
+// weights, as they do in GEMM 2.
 template <int kTokens_, int kColumns_, int kSlabs_>
 struct Shape {
     static constexpr int kTokens = kTokens_, kColumns = kColumns_, kSlabs = kSlabs_;
-    static constexpr int kSlabRows = kColumns * kBlock;  // bytes of intermediate rows per slab
-    static constexpr int kScales = kSlabs * (kBlock / kFine) * kColumns;  // per stage
+    static constexpr bool kResident = kTokens > 0;
+    static constexpr int kUpColumns = kResident ? kTokens : kColumns;
+    static constexpr int kParts = kBlock / kFine;
+    static constexpr int kSlabRows = kColumns * kBlock;  // bytes of rows per slab
     static constexpr int kStageBytes = kSlabs * (kTileBytes + kSlabRows);
-    static constexpr int kRowStride = 33;  // of results of GEMM 1: no bank conflicts
+    static constexpr int kRowStride = kFine + 1;  // of results of GEMM 1: no bank conflicts
 };
 
 // -- the work ------------------------------------------------------------------------------------
 
-// 64 weight rows of one active expert: of w13 for all tokens, or of w2 for one chunk of pairs.
+// 64 weight rows of one active expert, for all tokens or for one chunk of pairs.
 struct Unit {
     bool down;
     int rank, chunk, tile;
 };
 
-// This block's units: those of GEMM 1 first, then those of GEMM 2. Units of GEMM 1 go round; where
-// they do not come out even, blocks that got one less get more of GEMM 2, by its bytes. A unit of
-// GEMM 2 waits for GEMM 1 of its expert, whose weights are asked for long before.
+// Units are numbered: all of GEMM 1, then all of GEMM 2, expert by expert. A block begins with the
+// unit of its own number, and takes the next one that is free whenever it can ask for more weights.
+// So all blocks end together, though some are farther from memory. A unit of GEMM 2 waits for
+// GEMM 1 of its pairs, long after its weights were asked for.
+template <typename S>
 struct Work {
-    int block, blocks, tiles1, tiles2, units2;
-    int own1, own2;           // units of this block
-    int light, head, rounds;  // light blocks, and what they take first of GEMM 2
+    int tiles1, tiles2, units1, units;
 
     __device__ Work(const Args& args, const Active& active)
-        : block(blockIdx.x),
-          blocks(gridDim.x),
-          tiles1(2 * args.intermediate / kTileRows),
+        : tiles1(2 * args.intermediate / kTileRows),
           tiles2(args.hidden / kTileRows),
-          units2(active.chunks * tiles2) {
-        const int units1 = active.ranks * tiles1;
-        const int heavy = units1 % blocks;  // the first blocks have one unit more
-        own1 = units1 / blocks + (block < heavy);
-        light = blocks - heavy;
-        rounds = heavy > 0 ? args.hidden / args.intermediate : 0;
-        head = rounds * light;
-        own2 = 0;
-        if (block >= heavy) {
-            block -= heavy;
-            own2 = min(rounds, (units2 - block + light - 1) / light);
-            if (units2 <= block) own2 = 0;
-        } else {
-            block += light;
-        }
-        const int left = units2 - head - block;
-        if (left > 0) own2 += (left + blocks - 1) / blocks;
+          units1((S::kResident ? active.ranks : active.chunks) * tiles1),
+          units(units1 + active.chunks * tiles2) {}
+
+    __device__ bool down(int unit) const { return unit >= units1; }
+
+    __device__ Unit operator()(int unit, const Tables& tables) const {
+        const bool is_down = down(unit);
+        if (is_down) unit -= units1;
+        const int tiles = is_down ? tiles2 : tiles1;
+        const int chunk = unit / tiles;
+        const bool by_rank = S::kResident && !is_down;
+        return {is_down, by_rank ? chunk : tables.chunk_rank[chunk], chunk, unit - chunk * tiles};
     }
 
-    // `block` is from here on the place in the order of GEMM 2, light blocks first.
-    __device__ int total() const { return own1 + own2; }
-
-    __device__ Unit operator()(int i, const Tables& tables) const {
-        if (i < own1) {
-            const int unit = i * blocks + static_cast<int>(blockIdx.x);
-            const int rank = unit / tiles1;
-            return {false, rank, 0, unit - rank * tiles1};
-        }
-        const int turn = i - own1, first = block < light ? rounds : 0;
-        const int unit =
-            turn < first ? turn * light + block : head + (turn - first) * blocks + block;
-        const int chunk = unit / tiles2;
-        return {true, tables.chunk_rank[chunk], chunk, unit - chunk * tiles2};
+    // Takes a unit. Each block asks once more than there are units for it; then the count is 0.
+    __device__ int take(const Args& args) const {
+        const int blocks = gridDim.x, beyond = max(units - blocks, 0);
+        return blocks + ptx::count_up(&args.counters->taken, beyond + min(blocks, units) - 1);
     }
 };
 
 // -- the ring ------------------------------------------------------------------------------------
 
-// A stage: kSlabs tiles of 64 weight rows x 128 columns, in GEMM 2 as many slabs of intermediate
-// rows, and the scales of both.
+// A stage: kSlabs tiles of 64 weight rows x 128 columns, as many slabs of rows of a chunk, and the
+// scales of both.
 template <typename S>
 struct Ring {
     const Args& args;
     uint64_t *full, *empty;
+    int* units;  // [kQueue]: the block's units, in order; the last two have no work
+    int* published;
 
-    // Arrivals at a full barrier: the scales of 32 lanes, the weights, the intermediate rows.
+    // Arrivals at a full barrier: the scales of 32 lanes, the weights, the rows.
     static constexpr int kFullArrivals = 34, kEmptyArrivals = kGroup / 32;
+    static constexpr int kNoUnit = 1 << 30;
 
     __device__ explicit Ring(const Args& args_)
         : args(args_),
           full(shared_at<uint64_t>(args_.at.barriers)),
-          empty(full + args_.stages) {}
+          empty(full + args_.stages),
+          units(shared_at<int>(args_.at.queue)),
+          published(units + kQueue) {}
 
     __device__ uint8_t* weights(int slot) const {
         return ptx::shared_memory() + slot * S::kStageBytes;
@@ -100,7 +92,11 @@ struct Ring {
         return shared_at<float>(args.at.weight_scale) + slot * 2 * S::kSlabs;
     }
     __device__ float* row_scale(int slot) const {
-        return shared_at<float>(args.at.row_scale) + slot * S::kScales;
+        return shared_at<float>(args.at.row_scale) + slot * S::kSlabs * S::kParts * S::kColumns;
+    }
+    // S::kSlabs divides the slabs of both GEMMs.
+    __device__ int stages_of(bool down) const {
+        return (down ? args.intermediate : args.hidden) / (kBlock * S::kSlabs);
     }
 };
 
@@ -121,29 +117,36 @@ struct Place {
     }
 };
 
-__device__ __forceinline__ int slabs_of(const Args& args, bool down) {
-    return (down ? args.intermediate : args.hidden) / kBlock;
-}
-
-// S::kSlabs divides the slabs of both GEMMs.
-template <typename S>
-__device__ __forceinline__ int stages_of(const Args& args, bool down) {
-    return slabs_of(args, down) / S::kSlabs;
-}
-
 // The warp that streams the weights of all units, in order, as far ahead as the ring allows.
 template <typename S>
 __device__ __forceinline__ void load_weights(const Args& args, const Tables& tables,
-                                             const Work& work, const CUtensorMap* w13,
+                                             const Work<S>& work, const CUtensorMap* w13,
                                              const CUtensorMap* w2) {
     const Ring<S> ring(args);
     const int lane = lane_index();
     Place place;
+    int number = blockIdx.x;
 #pragma unroll 1
-    for (int i = 0; i < work.total(); ++i) {
-        const Unit unit = work(i, tables);
+    for (int turn = 0, ends = 0; ends < 2; ++turn) {
+        const bool end = number >= work.units;
+        int after = number;
+        if (lane == 0) {
+            // Asked for now, needed when this unit's loads are under way.
+            if (!end) after = work.take(args);
+            ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
+            ptx::store_release_shared(ring.published, turn + 1);
+        }
+        if (end) {
+            ++ends;
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            ptx::copies_arrive(ring.full + place.slot);
+            if (lane == 0) ptx::arrive(ring.full + place.slot);
+            place.next(args.stages);
+            continue;
+        }
+        const Unit unit = work(number, tables);
         const int expert = tables.expert_of[unit.rank];
-        const int slabs = slabs_of(args, unit.down);
+        const int slabs = (unit.down ? args.intermediate : args.hidden) / kBlock;
         const int tiles = unit.down ? work.tiles2 : work.tiles1;
         const CUtensorMap* map = unit.down ? w2 : w13;
         const int row = (expert * tiles + unit.tile) * kTileRows;
@@ -153,16 +156,17 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             scale = args.w2_scale +
                     (int64_t{expert} * (args.hidden / kBlock) + unit.tile / 2) * slabs + lane;
         else
-            scale = args.w13_scale + (int64_t{expert} * (args.intermediate / kTileRows) +
-                                      lane % 2 * (args.intermediate / kBlock) + unit.tile / 4) *
-                                         slabs + lane / 2;
+            scale =
+                args.w13_scale +
+                (int64_t{expert} * (2 * args.intermediate / kBlock) +
+                 lane % 2 * (args.intermediate / kBlock) + unit.tile / 4) *
+                    slabs +
+                lane / 2;
         const int lanes = unit.down ? S::kSlabs : 2 * S::kSlabs;
 #pragma unroll 1
         for (int slab = 0; slab < slabs; slab += S::kSlabs) {
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             uint64_t* full = ring.full + place.slot;
-            if (lane < lanes) ptx::copy4(ring.weight_scale(place.slot) + lane, scale + slab);
-            ptx::copies_arrive(full);
             if (lane == 0) {
                 ptx::arrive_expect(full, S::kSlabs * kTileBytes);
 #pragma unroll
@@ -170,43 +174,60 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
                     ptx::copy_box(ring.weights(place.slot) + s * kTileBytes, map,
                                   (slab + s) * kBlock, row, full);
             }
+            if (lane < lanes) ptx::copy4(ring.weight_scale(place.slot) + lane, scale + slab);
+            ptx::copies_arrive(full);
             place.next(args.stages);
         }
+        number = __shfl_sync(0xffffffffu, after, 0);
     }
 }
 
-// The warp that loads the intermediate rows for GEMM 2, when all of an expert's are written.
+// The thread that loads the rows of chunks, when they are all written. It walks over the stages
+// that have none too: a barrier's parity tells neighbouring turns apart, and no more.
 template <typename S>
 __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables,
-                                          const Work& work) {
-    if (lane_index() != 0) return;
+                                          const Work<S>& work) {
     const Ring<S> ring(args);
-    const int slabs = args.intermediate / kBlock;
     Place place;
-    // It walks over the stages of GEMM 1 too: a barrier's parity tells neighbouring turns apart,
-    // and no more.
-    const int before = work.own1 * stages_of<S>(args, false);
+    bool staged = S::kResident;
 #pragma unroll 1
-    for (int i = 0; i < before; ++i, place.next(args.stages)) {
-        ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-        ptx::arrive(ring.full + place.slot);
-    }
+    for (int turn = 0, ends = 0; ends < 2; ++turn) {
+        while (ptx::load_acquire_shared(ring.published) <= turn) continue;
+        const int number = ring.units[turn % kQueue];
+        const bool end = number == Ring<S>::kNoUnit;
+        ends += end;
+        const bool down = !end && work.down(number);
+        const int stages = end ? 1 : ring.stages_of(down);
+        if (end || (S::kResident && !down)) {
 #pragma unroll 1
-    for (int i = work.own1; i < work.total(); ++i) {
-        const Unit unit = work(i, tables);
-        while (ptx::load_acquire(args.counters + unit.rank) < work.tiles1) continue;
+            for (int i = 0; i < stages; ++i, place.next(args.stages)) {
+                ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+                ptx::arrive(ring.full + place.slot);
+            }
+            continue;
+        }
+        const Unit unit = work(number, tables);
+        if (!staged)
+            while (ptx::load_acquire(&args.counters->staged) < static_cast<int>(gridDim.x)) continue;
+        staged = true;
+        const int* ready = args.counters->ready + (S::kResident ? unit.rank : unit.chunk);
+        if (down)
+            while (ptx::load_acquire(ready) < work.tiles1) continue;
         ptx::fence_async_proxy();
+        const int parts = down ? S::kParts : 1;
+        const int64_t first = int64_t{unit.chunk} * stages * S::kSlabs;
+        const uint8_t* rows = (down ? args.rows : args.x_rows) + first * S::kSlabRows;
+        const float* scale =
+            (down ? args.row_scale : args.x_row_scale) + first * parts * S::kColumns;
+        const int row_bytes = S::kSlabs * S::kSlabRows;
+        const int scales = S::kSlabs * parts * S::kColumns;
 #pragma unroll 1
-        for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+        for (int i = 0; i < stages; ++i) {
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             uint64_t* full = ring.full + place.slot;
-            constexpr int kRowBytes = S::kSlabs * S::kSlabRows;
-            constexpr int kScaleBytes = S::kScales * sizeof(float);
-            const int64_t at = int64_t{unit.chunk} * slabs + slab;
-            ptx::arrive_expect(full, kRowBytes + kScaleBytes);
-            ptx::copy_bytes(ring.rows(place.slot), args.rows + at * S::kSlabRows, kRowBytes, full);
-            ptx::copy_bytes(ring.row_scale(place.slot),
-                            args.row_scale + at * (kBlock / kFine) * S::kColumns, kScaleBytes,
+            ptx::arrive_expect(full, row_bytes + scales * sizeof(float));
+            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, full);
+            ptx::copy_bytes(ring.row_scale(place.slot), scale + i * scales, scales * sizeof(float),
                             full);
             place.next(args.stages);
         }
@@ -243,9 +264,41 @@ __device__ __forceinline__ uint32_t quantize(float first, float second, float in
     return uint32_t{__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3)};
 }
 
-// Quantizes rows 0 ... count - 1 of x into shared memory, as `quantize_rows` of
-// custom_ops/reference.py does, bit for bit. A thread takes eight columns at a time, and has four
-// loads under way; 16 neighbouring lanes have one scale.
+// Eight columns of bf16, quantized as `quantize_rows` of custom_ops/reference.py does, bit for bit.
+// All lanes of the warp call it; 16 neighbouring lanes have one scale.
+struct Quantized {
+    uint2 bytes;
+    float scale;
+};
+
+__device__ __forceinline__ Quantized quantize_eight(const uint4& piece) {
+    float values[8];
+    float amax = 0.0f;  // fmaxf drops NaN, as the recipe wants
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const uint32_t two = word_of(piece, i / 2);
+        values[i] = __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
+        amax = fmaxf(amax, fabsf(values[i]));
+    }
+#pragma unroll
+    for (int offset = 8; offset > 0; offset /= 2)
+        amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
+    const float scale = scale_of(amax);
+    const float inverse = __fdiv_rn(1.0f, scale);
+    return {make_uint2(quantize(values[0], values[1], inverse) |
+                           quantize(values[2], values[3], inverse) << 16,
+                       quantize(values[4], values[5], inverse) |
+                           quantize(values[6], values[7], inverse) << 16),
+            scale};
+}
+
+__device__ __forceinline__ uint4 load_eight(const Args& args, int row, int column) {
+    const auto* from = static_cast<const uint16_t*>(args.x) + row * args.x_stride + column;
+    return args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
+}
+
+// Rows 0 ... count - 1 of x into shared memory, by the math threads of this block. A thread has
+// four loads under way.
 template <int kTokens>
 struct RowsOfX {
     static constexpr int kPieces = 4;
@@ -256,11 +309,7 @@ struct RowsOfX {
 
     __device__ void load(const Args& args, int i, int at, int count) {
         const int row = at / per_row;
-        if (row >= count) return;
-        const auto* from = static_cast<const uint16_t*>(args.x) + row * args.x_stride +
-                           (at - row * per_row) * 8;
-        pieces[i] =
-            args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
+        if (row < count) pieces[i] = load_eight(args, row, (at - row * per_row) * 8);
     }
 
     __device__ void start(const Args& args, int count) {
@@ -269,34 +318,17 @@ struct RowsOfX {
             load(args, i, threadIdx.x + i * kMathThreads, count);
     }
 
-    // All lanes of the warp call it.
     __device__ void store(const Args& args, const uint4& piece, int at, int count) {
-        float values[8];
-        float amax = 0.0f;  // fmaxf drops NaN, as the recipe wants
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const uint32_t two = word_of(piece, i / 2);
-            values[i] = __uint_as_float(i % 2 ? two & 0xffff0000u : two << 16);
-            amax = fmaxf(amax, fabsf(values[i]));
-        }
-#pragma unroll
-        for (int offset = 8; offset > 0; offset /= 2)
-            amax = fmaxf(amax, __shfl_xor_sync(0xffffffffu, amax, offset));
-        const float scale = scale_of(amax);
-        const float inverse = __fdiv_rn(1.0f, scale);
-        const auto bytes = make_uint2(quantize(values[0], values[1], inverse) |
-                                          quantize(values[2], values[3], inverse) << 16,
-                                      quantize(values[4], values[5], inverse) |
-                                          quantize(values[6], values[7], inverse) << 16);
+        const Quantized made = quantize_eight(piece);
         const int row = at / per_row, column = (at - row * per_row) * 8;
         if (row >= count) return;
         uint8_t* image = shared_at<uint8_t>(args.at.x) + image_at(row, column, kTokens);
-        *reinterpret_cast<uint2*>(image) = bytes;
+        *reinterpret_cast<uint2*>(image) = made.bytes;
         if (column % kBlock == 0)
-            shared_at<float>(args.at.x_scale)[column / kBlock * kTokens + row] = scale;
+            shared_at<float>(args.at.x_scale)[column / kBlock * kTokens + row] = made.scale;
     }
 
-    // `loaded`: rows that `start` was called for; `count`, at most that: rows that are wanted.
+    // `count` is at most that of `start`.
     __device__ void finish(const Args& args, int count) {
         const int end = count * per_row;
 #pragma unroll 1
@@ -311,36 +343,78 @@ struct RowsOfX {
     }
 };
 
+// The rows of x that pairs need, into the images of their chunks: each block its share, 16 lanes
+// one row and 128 columns at a time.
+template <typename S>
+__device__ __forceinline__ void stage_rows(const Args& args, const Tables& tables, int count) {
+    const int slabs = args.hidden / kBlock, items = count * slabs;
+    const int lane = threadIdx.x % 16;
+    const int step = gridDim.x * (kMathThreads / 16);
+#pragma unroll 1
+    for (int item = blockIdx.x * (kMathThreads / 16) + threadIdx.x / 16;
+         __any_sync(0xffffffffu, item < items); item += step) {
+        const int row = item / slabs, slab = item - row * slabs;
+        const bool inside = item < items;
+        const uint4 piece = inside ? load_eight(args, row, slab * kBlock + lane * 8) : uint4{};
+        const Quantized made = quantize_eight(piece);
+        if (!inside) continue;
+#pragma unroll 1
+        for (int slot = 0; slot < args.slots; ++slot) {
+            const int pair = row * args.slots + slot;
+            const int expert = tables.pair_expert[pair];
+            if (expert == kNone) continue;
+            const int rank = tables.rank_of[expert];
+            const int in_expert = tables.position[pair] - tables.first[rank];
+            const int64_t chunk = tables.first_chunk[rank] + in_expert / S::kColumns;
+            const int to = in_expert % S::kColumns;
+            uint8_t* image = args.x_rows + (chunk * slabs + slab) * S::kSlabRows;
+            *reinterpret_cast<uint2*>(image + image_at(to, lane * 8, S::kColumns)) = made.bytes;
+            if (lane == 0) args.x_row_scale[(chunk * slabs + slab) * S::kColumns + to] = made.scale;
+        }
+    }
+}
+
 // -- the products --------------------------------------------------------------------------------
 
-// total [64 x tokens] of one unit of GEMM 1. A product of 128 columns has one scale.
+// total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
 template <typename S>
 __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
-                                            float (&total)[S::kTokens / 2]) {
+                                            float (&total)[S::kUpColumns / 2]) {
+    constexpr int kColumns = S::kUpColumns;
     const Ring<S> ring(args);
-    const uint8_t* x = shared_at<uint8_t>(args.at.x);
-    const float* x_scale = shared_at<float>(args.at.x_scale) + lane_index() % 4 * 2;
     const int slabs = args.hidden / kBlock;
 #pragma unroll
-    for (int i = 0; i < S::kTokens / 2; ++i) total[i] = 0.0f;
+    for (int i = 0; i < kColumns / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
-        float part[S::kSlabs][S::kTokens / 2];
+        const uint8_t* x = S::kResident
+                               ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
+                               : ring.rows(place.slot);
+        const float* x_scale = S::kResident ? shared_at<float>(args.at.x_scale) + slab * kColumns
+                                            : ring.row_scale(place.slot);
+        float part[S::kSlabs][kColumns / 2];
         ptx::multiply_begin();
 #pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) {
+        for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
             for (int k = 0; k < kBlock; k += 32)
-                ptx::multiply(part[s], weights + s * kTileBytes,
-                              x + (slab + s) * S::kTokens * kBlock, k, k > 0);
-        }
+                ptx::multiply(part[s], weights + s * kTileBytes, x + s * kColumns * kBlock, k,
+                              k > 0);
         ptx::multiply_commit();
         const float* of_stage = ring.weight_scale(place.slot);
-        float scale[2 * S::kSlabs];
+        float2 up_scale[S::kSlabs][kColumns / 8], gate_scale[S::kSlabs][kColumns / 8];
 #pragma unroll
-        for (int i = 0; i < 2 * S::kSlabs; ++i) scale[i] = of_stage[i];
+        for (int s = 0; s < S::kSlabs; ++s)
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j) {
+                const float2 of_row = *reinterpret_cast<const float2*>(
+                    x_scale + s * kColumns + j * 8 + lane_index() % 4 * 2);
+                const float gate = of_stage[2 * s], up = of_stage[2 * s + 1];
+                gate_scale[s][j] = make_float2(gate * of_row.x, gate * of_row.y);
+                up_scale[s][j] = make_float2(up * of_row.x, up * of_row.y);
+            }
         ptx::multiply_wait();
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s) ptx::hold(part[s]);
@@ -348,17 +422,14 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
         if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
         place.next(args.stages);
 #pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) {
+        for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
-            for (int j = 0; j < S::kTokens / 8; ++j) {
-                const float2 of_row = *reinterpret_cast<const float2*>(
-                    x_scale + (slab + s) * S::kTokens + j * 8);
-                total[4 * j] += part[s][4 * j] * (scale[2 * s] * of_row.x);
-                total[4 * j + 1] += part[s][4 * j + 1] * (scale[2 * s] * of_row.y);
-                total[4 * j + 2] += part[s][4 * j + 2] * (scale[2 * s + 1] * of_row.x);
-                total[4 * j + 3] += part[s][4 * j + 3] * (scale[2 * s + 1] * of_row.y);
+            for (int j = 0; j < kColumns / 8; ++j) {
+                total[4 * j] += part[s][4 * j] * gate_scale[s][j].x;
+                total[4 * j + 1] += part[s][4 * j + 1] * gate_scale[s][j].y;
+                total[4 * j + 2] += part[s][4 * j + 2] * up_scale[s][j].x;
+                total[4 * j + 3] += part[s][4 * j + 3] * up_scale[s][j].y;
             }
-        }
     }
 }
 
@@ -366,7 +437,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 template <typename S>
 __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                                               float (&total)[S::kColumns / 2]) {
-    constexpr int kParts = kBlock / kFine;
+    constexpr int kParts = S::kParts;
     const Ring<S> ring(args);
     const int slabs = args.intermediate / kBlock;
 #pragma unroll
@@ -380,12 +451,11 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
         float2 scale[S::kSlabs][kParts][S::kColumns / 8];
         ptx::multiply_begin();
 #pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) {
+        for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
             for (int k = 0; k < kParts; ++k)
                 ptx::multiply(part[s][k], weights + s * kTileBytes, rows + s * S::kSlabRows,
                               k * kFine, false);
-        }
         ptx::multiply_commit();
         const float* of_rows = ring.row_scale(place.slot) + lane_index() % 4 * 2;
 #pragma unroll
@@ -409,7 +479,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
         if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
         place.next(args.stages);
 #pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) {
+        for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
             for (int k = 0; k < kParts; ++k)
 #pragma unroll
@@ -420,7 +490,6 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                     total[4 * j + 3] += part[s][k][4 * j + 3] * scale[s][k][j].y;
                 }
         }
-    }
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {

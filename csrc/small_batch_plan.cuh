@@ -13,10 +13,9 @@ extern "C" {
 
 // What does not change between launches. `custom_ops/small_batch_cuda.py` mirrors the field order.
 struct MegaMoESmallBatchConfig {
-    uint8_t* rows;           // workspaces: see Args of small_batch_routing.cuh
-    float* row_scale;
-    void* results;
-    int32_t* counters;       // [kMaxExperts + hidden_size / 64 + 1], zeros
+    uint8_t *x_rows, *rows;  // workspaces: see Args of small_batch_routing.cuh
+    float *x_row_scale, *row_scale;
+    void *results, *counters;
     int32_t* invalid_count;  // [1], or null
     int32_t hidden_size, intermediate_size;
     int32_t top_k, num_shared;         // num_shared: experts that stand behind the routed ones
@@ -36,11 +35,12 @@ namespace small_batch {
 
 constexpr int kMaxShared = 227 * 1024;  // of one block
 constexpr int kLeastBytes = 40 * 1024;  // of weights under way, below which a launch is refused
-constexpr int kMaxStages = 32;
+constexpr int kMaxStages = 32;  // fewer than kQueue
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// Fills args.at and args.stages for a variant of the kernel. Returns whether it fits.
+// Fills args.at and args.stages for a variant of the kernel; tokens: 0 where x is not resident.
+// Returns whether it fits.
 inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, int columns,
                  int slabs) {
     if (args.hidden / kBlock % slabs != 0 || args.intermediate / kBlock % slabs != 0) return false;
@@ -61,8 +61,9 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.x_scale = next(blocks * tokens * 4);
         args.at.weight_scale = next(stages * 2 * slabs * 4);
         args.at.row_scale = next(stages * scales * 4);
-        args.at.results = next(2 * tokens * 33 * 4);
+        args.at.results = next(2 * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
         args.at.barriers = next(2 * stages * 8);
+        args.at.queue = next((kQueue + 1) * 4);
         args.at.counts = next(args.num_local * 4);
         args.at.pair_weight = next(args.pairs * 4);
         args.at.weight_of = next(args.pairs * 4);
@@ -70,6 +71,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.pair_expert = next(args.pairs * 2);
         args.at.position = next(args.pairs * 2);
         args.at.token_of = next(args.pairs * 2);
+        args.at.rank_of = next(args.num_local * 2);
         args.at.expert_of = next(ranks * 2);
         args.at.first = next((ranks + 1) * 2);
         args.at.first_chunk = next((ranks + 1) * 2);

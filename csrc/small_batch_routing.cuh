@@ -3,7 +3,7 @@
 // Terms. A pair is one (token, slot) that routes to a local expert. Active experts (those with
 // pairs) are numbered by rank, in ascending order of expert; pairs are sorted by rank, then by
 // token and slot, and a pair's place in that order is its position. A chunk is up to kColumns
-// pairs of one expert: the columns of one product of the second GEMM.
+// pairs of one expert: the columns of one product.
 
 #ifndef MEGAMOE_SMALL_BATCH_ROUTING_CUH
 #define MEGAMOE_SMALL_BATCH_ROUTING_CUH
@@ -26,12 +26,24 @@ constexpr int kTileRows = 64;               // weight rows of one product
 constexpr int kTileBytes = kTileRows * kBlock;
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxPairs = 1024;
+constexpr int kQueue = 64;  // units of a block that its warps may be apart; stages are fewer
 constexpr uint16_t kNone = 0xffff;
 
 // Byte offsets of everything in shared memory; the ring of stages is at 0.
 struct Layout {
-    int x, x_scale, weight_scale, row_scale, results, barriers, counts, pair_weight, weight_of, scan;
-    int pair_expert, position, token_of, expert_of, first, first_chunk, chunk_rank, total;
+    int x, x_scale, weight_scale, row_scale, results, barriers, queue, counts, pair_weight;
+    int weight_of, scan, pair_expert, position, token_of, rank_of, expert_of, first, first_chunk;
+    int chunk_rank, total;
+};
+
+// What blocks tell each other. Zeros before and after a launch.
+struct Counters {
+    int taken;     // units beyond the first of each block
+    int staged;    // blocks that have written their part of the rows of x
+    int combined;  // tiles of y
+    int pad;
+    int ready[kMaxExperts + kMaxPairs / 8];  // tiles of GEMM 1, per rank or per chunk
+    int done[1];                             // chunks of GEMM 2, per tile of y
 };
 
 struct Args {
@@ -44,14 +56,13 @@ struct Args {
     int32_t* invalid_count;  // or null
     const float* w13_scale;  // [num_local, 2 * intermediate / 128, hidden / 128]; gates before ups
     const float* w2_scale;   // [num_local, hidden / 128, intermediate / 128]
-    // Workspaces. rows: per chunk and 128 columns, the swizzled image of its rows in e4m3, and
-    // their scales, [chunks, intermediate / 32, columns]. results: bf16 [positions, hidden].
-    // counters: pairs of GEMM 1 done per rank, chunks of GEMM 2 done per tile, blocks done; zero
-    // before and after a launch.
-    uint8_t* rows;
-    float* row_scale;
+    // Workspaces. x_rows, rows: per chunk and 128 columns, the swizzled image of its rows in e4m3, of
+    // x and of the intermediate; x_row_scale [chunks, hidden / 128, columns], row_scale [chunks,
+    // intermediate / 32, columns]. results: bf16 [positions, hidden].
+    uint8_t *x_rows, *rows;
+    float *x_row_scale, *row_scale;
     __nv_bfloat16* results;
-    int32_t* counters;
+    Counters* counters;
     __nv_bfloat16* y;  // [tokens, hidden]
     int tokens, top_k, slots, pairs;  // slots = top_k + shared experts, pairs = tokens * slots
     int num_experts, first_expert, num_routed, num_local;  // all; ours: first, routed, and shared
@@ -77,6 +88,7 @@ struct Tables {
     uint16_t* pair_expert;  // [pairs], kNone where the slot is not routed here
     uint16_t* position;     // [pairs]
     uint16_t* token_of;     // [positions]
+    uint16_t* rank_of;      // [num_local], of active experts
     uint16_t* expert_of;    // [ranks]
     uint16_t* first;        // [ranks + 1]: position of the rank's first pair
     uint16_t* first_chunk;  // [ranks + 1]
@@ -89,6 +101,7 @@ struct Tables {
           pair_expert(shared_at<uint16_t>(at.pair_expert)),
           position(shared_at<uint16_t>(at.position)),
           token_of(shared_at<uint16_t>(at.token_of)),
+          rank_of(shared_at<uint16_t>(at.rank_of)),
           expert_of(shared_at<uint16_t>(at.expert_of)),
           first(shared_at<uint16_t>(at.first)),
           first_chunk(shared_at<uint16_t>(at.first_chunk)),
@@ -136,7 +149,7 @@ struct Active {
     int ranks, chunks;
 };
 
-// Fills expert_of, first, first_chunk and chunk_rank from counts.
+// Fills rank_of, expert_of, first, first_chunk and chunk_rank from counts.
 template <int kColumns>
 __device__ __forceinline__ Active rank_experts(const Args& args, const Tables& tables) {
     // Three counts in one word: pairs, chunks, active experts.
@@ -176,6 +189,7 @@ __device__ __forceinline__ Active rank_experts(const Args& args, const Tables& t
         const int rank = static_cast<int>(before & kMask);
         const int chunk = static_cast<int>(before >> kBits & kMask);
         const int position = static_cast<int>(before >> 2 * kBits);
+        tables.rank_of[expert] = rank;
         tables.expert_of[rank] = expert;
         tables.first[rank] = position;
         tables.first_chunk[rank] = chunk;

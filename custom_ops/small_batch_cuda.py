@@ -27,7 +27,7 @@ from .reference import BLOCK
 
 MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch_routing.cuh
 MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
-MAX_COLUMNS = 16  # pairs of the largest chunk of a variant of the kernel
+MAX_COLUMNS = 32  # pairs of one expert in one product
 INTERMEDIATE_GROUP = 32  # kFine: intermediate columns of one scale
 
 
@@ -50,7 +50,9 @@ class _Config(ctypes.Structure):
     """MegaMoESmallBatchConfig of csrc/small_batch_plan.cuh, field by field."""
 
     _fields_ = [
+        ("x_rows", ctypes.c_void_p),
         ("rows", ctypes.c_void_p),
+        ("x_row_scale", ctypes.c_void_p),
         ("row_scale", ctypes.c_void_p),
         ("results", ctypes.c_void_p),
         ("counters", ctypes.c_void_p),
@@ -198,26 +200,31 @@ class SmallBatch:
             )
         self.max_tokens = min(capacity, int(self._config.max_tokens))
         pairs = max(self.max_tokens, 1) * slots
-        # A chunk of pairs of one expert; part of one for each expert, and the full ones.
-        chunks = min(local, pairs) + pairs // 8
-        rows = chunks * MAX_COLUMNS
-        groups = intermediate_size // INTERMEDIATE_GROUP
-        self._rows = torch.empty(rows, intermediate_size, dtype=torch.uint8, device=device)
-        self._row_scale = torch.empty(rows, groups, dtype=torch.float32, device=device)
-        self._results = torch.empty(pairs, hidden_size, dtype=torch.bfloat16, device=device)
-        self._counters = torch.zeros(
-            MAX_EXPERTS + hidden_size // 64 + 1, dtype=torch.int32, device=device
-        )
-        self._config.rows = self._rows.data_ptr()
-        self._config.row_scale = self._row_scale.data_ptr()
-        self._config.results = self._results.data_ptr()
-        self._config.counters = self._counters.data_ptr()
+        # Of each expert a chunk of up to 32 rows that is not full, and the full ones.
+        rows = min(local, pairs) * MAX_COLUMNS + pairs
+
+        def workspace(dtype: torch.dtype, *shape: int) -> Tensor:
+            return torch.empty(shape, dtype=dtype, device=device)
+
+        self._workspaces = {
+            "x_rows": workspace(torch.uint8, rows, hidden_size),
+            "rows": workspace(torch.uint8, rows, intermediate_size),
+            "x_row_scale": workspace(torch.float32, rows, hidden_size // BLOCK),
+            "row_scale": workspace(torch.float32, rows, intermediate_size // INTERMEDIATE_GROUP),
+            "results": workspace(torch.bfloat16, pairs, hidden_size),
+            "counters": torch.zeros(
+                4 + MAX_EXPERTS + MAX_PAIRS // 8 + hidden_size // 64,
+                dtype=torch.int32,
+                device=device,
+            ),
+        }
+        for name, tensor in self._workspaces.items():
+            setattr(self._config, name, tensor.data_ptr())
 
     @property
     def workspace_bytes(self) -> int:
         """Bytes of device memory that this object holds."""
-        held = (self._rows, self._row_scale, self._results, self._counters)
-        return sum(tensor.nbytes for tensor in held)
+        return sum(tensor.nbytes for tensor in self._workspaces.values())
 
     def _error_string(self, error: int) -> str:
         text: bytes = self._library.megamoe_error_string(error)

@@ -349,6 +349,12 @@ T __shfl_xor_sync(uint32_t, T value, int mask) {
     const int lane = emu::self().lane;
     return emu::exchange(value)[lane ^ mask];
 }
+inline bool __any_sync(uint32_t, bool value) {
+    const bool* values = emu::exchange(value);
+    bool any = false;
+    for (int lane = 0; lane < emu::kWarp; ++lane) any |= values[lane];
+    return any;
+}
 inline uint32_t __match_any_sync(uint32_t, int value) {
     const int* values = emu::exchange(value);
     uint32_t peers = 0;
@@ -367,6 +373,8 @@ inline void wait_for_predecessor() {
     emu::engine->predecessor = nullptr;
     if (run) run();
 }
+inline void allow_successor() {}
+
 inline void barrier_init(uint64_t* barrier, uint32_t arrivals) {
     emu::self().block->barriers[barrier].expected = arrivals;
 }
@@ -435,12 +443,18 @@ inline void copy_box(void* target, const CUtensorMap* map, int column, int row, 
 }
 inline void prefetch_map(const CUtensorMap*) {}
 inline void fence_async_proxy() {}
-inline void fence_device() {}
 inline int load_acquire(const int* at) {
     emu::pause();
     return *at;
 }
-inline int add_acquire_release(int* at, int value) { return atomicAdd(at, value); }
+inline int load_acquire_shared(const int* at) { return load_acquire(at); }
+inline void store_release_shared(int* at, int value) { *at = value; }
+inline void add_release(int* at, int value) { *at += value; }
+inline int count_up(int* at, int last) {
+    const int old = *at;
+    *at = old >= last ? 0 : old + 1;
+    return old;
+}
 
 inline void multiply_begin() {}
 inline void multiply_commit() {}

@@ -34,7 +34,7 @@ SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0
 needs_sm90 = pytest.mark.skipif(not SM90, reason="needs an SM90 GPU")
 # Beside the recipe: fp32 sums in another order, and the matrix units' own sums of 128 products. A
 # sum that lands on the other side of a rounding step of the intermediate moves it by one step.
-TOLERANCE = 0.006
+TOLERANCE = 0.01
 
 
 @dataclass(frozen=True)
@@ -106,9 +106,9 @@ class Layer:
         x = self.x[rows]
         if y is None:
             y = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device=self.device)
-        self.op._rows.fill_(0x7F)  # NaN
-        self.op._row_scale.fill_(float("nan"))
-        self.op._results.fill_(float("nan"))
+        for name, workspace in self.op._workspaces.items():
+            if name != "counters":
+                workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
         self.launch(y, rows)
         self.synchronize()
         return y
@@ -250,7 +250,7 @@ def check(layer: Layer, tolerance: float = TOLERANCE) -> Tensor:
     assert bool(y.isfinite().all()), "an element was not written, or is not finite"
     assert relative_error(y, layer.reference()) <= tolerance
     assert int(layer.launch_count) == 1
-    assert not layer.op._counters.any(), "counters are left for the next launch"
+    assert not layer.op._workspaces["counters"].any(), "counters are left for the next launch"
     skipped = (layer.ids == -1).all(dim=1)
     skipped |= torch.arange(layer.case.tokens, device=y.device) >= layer.num_valid
     if not layer.case.shared:
@@ -279,12 +279,15 @@ CASES = [
     Case(9, num_valid=100, shared=1),
     Case(20, 128, 256, experts=4, top_k=2, shared=2, num_valid=13, scaling=1.5),
     Case(3, experts=1000, top_k=8, hidden=128, intermediate=128),
-    Case(64, 128, 128, experts=16, top_k=2),
+    Case(130, 128, 128, experts=16, top_k=2),
+    Case(40, 384, 384, experts=16, top_k=2),  # an odd number of slabs, 8 to 32 columns
+    Case(40, 384, 128, experts=6, top_k=1, num_valid=33),
+    Case(40, 128, 384, experts=2, top_k=2, routing="holes"),
 ]
 LARGE = [  # GPU only
     *(
         Case(t, 1024, 512, experts=e, top_k=k)
-        for t, e, k in itertools.product((1, 8, 13, 32, 33, 64), (8, 32, 128), (1, 6, 8))
+        for t, e, k in itertools.product((1, 8, 13, 33, 64, 128), (8, 32, 128), (1, 6, 8))
     ),
     Case(1, 4096, 2048, experts=16, top_k=6),
     Case(8, 4096, 2048, experts=16, top_k=6),
@@ -293,6 +296,7 @@ LARGE = [  # GPU only
     Case(64, 2048, 768, experts=128, top_k=8),
     Case(8, 7168, 2048, experts=12, top_k=8, limit=None),
     Case(16, 7168, 2048, experts=8, top_k=8, limit=None),
+    Case(64, 7168, 2048, experts=8, top_k=8, limit=None),
     Case(8, 6144, 2048, experts=12, top_k=8),
     Case(8, 3072, 1536, experts=12, top_k=8),
     Case(8, 4096, 1408, experts=12, top_k=8),
@@ -403,24 +407,23 @@ def test_an_expert_range_is_its_part_of_the_sum(backend: Backend) -> None:
     assert relative_error(parts, whole()) <= TOLERANCE
 
 
-def test_no_more_tokens_than_shared_memory_holds(backend: Backend) -> None:
+def test_most_tokens_of_a_call(backend: Backend) -> None:
     device, library = backend
-    sizes = {256: 64, 4096: 32, 7168: 16}  # rows of x, beside at least 40 KB of weights
-    for hidden, most in sizes.items():
+    for top_k, most in ((2, 512), (6, 170), (1024, 1)):
         op = SmallBatch(
-            hidden_size=hidden,
+            hidden_size=256,
             intermediate_size=256,
-            num_experts=8,
-            top_k=2,
+            num_experts=1024,
+            top_k=top_k,
             capacity=1000,
             device=torch.device(device),
             tuning=Tuning(num_sms=5 if library else None),
             library=library,
         )
         assert op.max_tokens == most
-    layer = make_layer(Case(65), *backend)
-    assert layer.op.max_tokens == 64
-    with refuses(ValueError, "tokens: expected at most 64, got 65"):
+    layer = make_layer(Case(9, experts=128, top_k=128), *backend)
+    assert layer.op.max_tokens == 8
+    with refuses(ValueError, "tokens: expected at most 8, got 9"):
         layer()
 
 
@@ -548,6 +551,6 @@ def test_graph_replay(pdl: bool, gpu: Backend) -> None:
 def test_no_spills() -> None:
     library = cuda_build.build("small_batch", ["small_batch.cu"])
     report = cuda_build.resource_report(library)
-    assert len(report) == 6
+    assert len(report) == 9
     for kernel in report:
         assert kernel.spill_stores == kernel.spill_loads == 0, kernel
