@@ -68,8 +68,9 @@ def call(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE, y: Ten
 def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> float:
     """Relative to the recipe, on poisoned output and workspaces."""
     y = torch.full_like(inputs[0], float("nan"))
-    op._row_scale.fill_(float("nan"))
-    op._results.fill_(float("nan"))
+    for name, workspace in op._workspaces.items():
+        if name != "counters":
+            workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
     call(op, bench, inputs, layer, y)
     torch.cuda.synchronize()
     want = moe_reference(

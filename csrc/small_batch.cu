@@ -16,7 +16,8 @@
 // - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into such
 //   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
 //   columns, and no block waits for another's.
-// - Two warpgroups take turns in multiplying: while one writes its results, the other multiplies.
+// - Three warpgroups take turns in multiplying: while one does, the others write their results and
+//   tell other blocks, which takes longer where units are small.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's
 //   result does not depend on the other tokens of a call that takes the same variant.
@@ -25,6 +26,7 @@
 // multiprocessors, and what stands before them in the stream comes to its end.
 
 #include <cmath>
+#include <type_traits>
 
 #include "small_batch.cuh"
 #include "small_batch_plan.cuh"
@@ -32,7 +34,7 @@
 namespace small_batch {
 
 // Named barriers of a block.
-enum { kSetUp = 1, kTurn = 2, kGroupOnly = 4, kStaged = 6 };  // kTurn, kGroupOnly: + group
+enum { kSetUp = 1, kTurn = 2, kGroupOnly = kTurn + kGroups };  // kTurn, kGroupOnly: + group
 
 __device__ __forceinline__ int group_index() { return threadIdx.x / kGroup; }
 __device__ __forceinline__ void group_barrier() {
@@ -89,26 +91,37 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
 
 // y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order.
 __device__ __forceinline__ void combine(const Args& args, const Tables& tables, int tile) {
-#pragma unroll 1
+    constexpr int kLoads = 8;  // under way per thread
+    const __nv_bfloat16* results = args.results + tile * kTileRows;
+#pragma unroll 2
     for (int item = threadIdx.x % kGroup; item < args.tokens * (kTileRows / 4); item += kGroup) {
         const int token = item / (kTileRows / 4);
-        const int column = tile * kTileRows + item % (kTileRows / 4) * 4;
+        const int column = item % (kTileRows / 4) * 4;
+        const uint16_t* position = tables.position + token * args.slots;
         float sum[4] = {};
-#pragma unroll 4
-        for (int slot = 0; slot < args.slots; ++slot) {
-            const int pair = token * args.slots + slot;
-            if (tables.pair_expert[pair] == kNone) continue;
-            const uint2 four = __ldcg(reinterpret_cast<const uint2*>(
-                args.results + int64_t{tables.position[pair]} * args.hidden + column));
-            sum[0] += __uint_as_float(four.x << 16);
-            sum[1] += __uint_as_float(four.x & 0xffff0000u);
-            sum[2] += __uint_as_float(four.y << 16);
-            sum[3] += __uint_as_float(four.y & 0xffff0000u);
+#pragma unroll 1
+        for (int first = 0; first < args.slots; first += kLoads) {
+            uint2 four[kLoads];
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                const int at = first + i < args.slots ? int{position[first + i]} : int{kNone};
+                four[i] = make_uint2(0, 0);  // adds nothing
+                if (at != kNone)
+                    four[i] = __ldcg(reinterpret_cast<const uint2*>(
+                        results + int64_t{at} * args.hidden + column));
+            }
+#pragma unroll
+            for (int i = 0; i < kLoads; ++i) {
+                sum[0] += __uint_as_float(four[i].x << 16);
+                sum[1] += __uint_as_float(four[i].x & 0xffff0000u);
+                sum[2] += __uint_as_float(four[i].y << 16);
+                sum[3] += __uint_as_float(four[i].y & 0xffff0000u);
+            }
         }
         __nv_bfloat162 out[2] = {__floats2bfloat162_rn(sum[0], sum[1]),
                                  __floats2bfloat162_rn(sum[2], sum[3])};
-        *reinterpret_cast<uint2*>(args.y + int64_t{token} * args.hidden + column) =
-            *reinterpret_cast<const uint2*>(out);
+        *reinterpret_cast<uint2*>(args.y + int64_t{token} * args.hidden + tile * kTileRows +
+                                  column) = *reinterpret_cast<const uint2*>(out);
     }
 }
 
@@ -143,7 +156,7 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
     if (!*last) return;
     combine(args, tables, unit.tile);
     // Whoever makes the last tile of y leaves the counters as they were.
-    int* of_all = last + 2;
+    int* of_all = last + kGroups;
     if (first_thread)
         *of_all = ptx::count_up(&args.counters->combined, work.tiles2 - 1) == work.tiles2 - 1;
     group_barrier();
@@ -180,8 +193,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     ptx::wait_for_predecessor();
     if (blockIdx.x == 0 && threadIdx.x == 0) atomicAdd(args.launch_count, 1);
     ptx::allow_successor();  // it waits for this grid's end before it reads or writes anything
-    RowsOfX<S::kTokens> rows(args);
-    if (S::kResident && warp < kMathThreads / 32) rows.start(args, args.tokens);
+    using Rows = std::conditional_t<S::kResident, RowsOfX<S::kTokens>, StagedRows<S>>;
+    Rows rows(args);
     const int valid_tokens = __ldcg(args.num_valid);
     read_pairs(args, tables, valid_tokens);
     __syncthreads();
@@ -201,52 +214,58 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
     }
     if (warp > kMathThreads / 32) {
-        sort_pairs(args, tables);
-        ptx::group_arrive(kSetUp, kMathThreads + 32);
         if (lane_index() == 0) load_rows<S>(args, tables, work);
         return;
     }
 
     // 4. The rows of x.
-    const int count = min(args.tokens, max(valid_tokens, 0));
-    if constexpr (S::kResident) rows.finish(args, count);
-    ptx::fence_async_proxy();  // the matrix units read what was written
-    ptx::group_sync(kSetUp, kMathThreads + 32);
-    if constexpr (!S::kResident) {
-        stage_rows<S>(args, tables, count);
+    place_pairs(args, tables);
+    if constexpr (S::kResident) {
+        rows.finish(args, min(args.tokens, max(valid_tokens, 0)));
+        ptx::fence_async_shared();  // the matrix units read what was written
+        ptx::group_sync(kSetUp, kMathThreads);
+    } else {
+        ptx::group_sync(kSetUp, kMathThreads);
+        rows.write(args, tables);
         ptx::fence_async_proxy();  // the copy engines of all multiprocessors read it
-        ptx::group_sync(kStaged, kMathThreads);
+        ptx::group_sync(kSetUp, kMathThreads);
         if (threadIdx.x == 0) ptx::add_release(&args.counters->staged, 1);
     }
 
-    // 5. Two groups take units in turns. The compiler must see that whole warps take every branch
+    // 5. The groups take units in turns. The compiler must see that whole warps take every branch
     // from here on: else it lets one wgmma wait for the other.
-    const int group = __shfl_sync(0xffffffffu, group_index(), 0), other = 1 - group;
-    if (group == 1) ptx::group_arrive(kTurn + other, kMathThreads);
+    const int group = __shfl_sync(0xffffffffu, group_index(), 0);
+    const int after = (group + 1) % kGroups;  // its turn is the next
+    constexpr int kPair = 2 * kGroup;
+    if (group == kGroups - 1) ptx::group_arrive(kTurn + after, kPair);
     Place place;
 #pragma unroll 1
-    for (int turn = group;; turn += 2) {
-        ptx::group_sync(kTurn + group, kMathThreads);
-        if (turn > 0) {
-            const int before = __shfl_sync(0xffffffffu, ring.units[(turn - 1) % kQueue], 0);
-            if (before == Ring<S>::kNoUnit) return;
-            place.skip(ring.stages_of(work.down(before)), args.stages);
+    for (int turn = group, behind = 0;; turn += kGroups) {
+        ptx::group_sync(kTurn + group, kPair);
+        for (; behind < turn; ++behind) {  // units of the other groups
+            const int number = __shfl_sync(0xffffffffu, ring.units[behind % kQueue], 0);
+            if (number == Ring<S>::kNoUnit) {
+                if (behind + kGroups > turn + 1) ptx::group_arrive(kTurn + after, kPair);
+                return;
+            }
+            place.skip(ring.stages_of(work.down(number)), args.stages);
         }
+        ++behind;
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         const int number = __shfl_sync(0xffffffffu, ring.units[turn % kQueue], 0);
         if (number == Ring<S>::kNoUnit) {
-            ptx::group_arrive(kTurn + other, kMathThreads);
+            ptx::group_arrive(kTurn + after, kPair);
             return;
         }
         if (work.down(number)) {
             float total[S::kColumns / 2];
             multiply_down<S>(args, place, total);
-            ptx::group_arrive(kTurn + other, kMathThreads);
+            ptx::group_arrive(kTurn + after, kPair);
             write_results<S>(args, tables, work, work(number, tables), active, total);
         } else {
             float total[S::kUpColumns / 2];
             multiply_up<S>(args, place, total);
-            ptx::group_arrive(kTurn + other, kMathThreads);
+            ptx::group_arrive(kTurn + after, kPair);
             write_rows<S>(args, tables, work(number, tables), total);
         }
     }

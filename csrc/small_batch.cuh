@@ -30,9 +30,9 @@ struct Unit {
     int rank, chunk, tile;
 };
 
-// Units are numbered: all of GEMM 1, then all of GEMM 2, expert by expert. A block begins with the
-// unit of its own number, and takes the next one that is free whenever it can ask for more weights.
-// So all blocks end together, though some are farther from memory. A unit of GEMM 2 waits for
+// Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with
+// two units of its own, and then takes the next one that is free whenever it can ask for more
+// weights: all blocks end together, though some are farther from memory. A unit of GEMM 2 waits for
 // GEMM 1 of its pairs, long after its weights were asked for.
 template <typename S>
 struct Work {
@@ -55,10 +55,9 @@ struct Work {
         return {is_down, by_rank ? chunk : tables.chunk_rank[chunk], chunk, unit - chunk * tiles};
     }
 
-    // Takes a unit. Each block asks once more than there are units for it; then the count is 0.
+    // Takes a unit. The blocks together ask as often as there are units; then the count is 0.
     __device__ int take(const Args& args) const {
-        const int blocks = gridDim.x, beyond = max(units - blocks, 0);
-        return blocks + ptx::count_up(&args.counters->taken, beyond + min(blocks, units) - 1);
+        return 2 * gridDim.x + ptx::count_up(&args.counters->taken, units - 1);
     }
 };
 
@@ -70,7 +69,7 @@ template <typename S>
 struct Ring {
     const Args& args;
     uint64_t *full, *empty;
-    int* units;  // [kQueue]: the block's units, in order; the last two have no work
+    int* units;  // [kQueue]: the block's units, in order, and kNoUnit behind them
     int* published;
 
     // Arrivals at a full barrier: the scales of 32 lanes, the weights, the rows.
@@ -125,24 +124,22 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
     const Ring<S> ring(args);
     const int lane = lane_index();
     Place place;
-    int number = blockIdx.x;
+    int number = blockIdx.x, next = number + gridDim.x;
 #pragma unroll 1
-    for (int turn = 0, ends = 0; ends < 2; ++turn) {
+    for (int turn = 0;; ++turn) {
         const bool end = number >= work.units;
-        int after = number;
+        int after = 0;
         if (lane == 0) {
-            // Asked for now, needed when this unit's loads are under way.
+            // Asked for now, needed two units later: the answer may take as long as a small unit.
             if (!end) after = work.take(args);
             ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
             ptx::store_release_shared(ring.published, turn + 1);
         }
         if (end) {
-            ++ends;
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             ptx::copies_arrive(ring.full + place.slot);
             if (lane == 0) ptx::arrive(ring.full + place.slot);
-            place.next(args.stages);
-            continue;
+            return;
         }
         const Unit unit = work(number, tables);
         const int expert = tables.expert_of[unit.rank];
@@ -178,7 +175,8 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             ptx::copies_arrive(full);
             place.next(args.stages);
         }
-        number = __shfl_sync(0xffffffffu, after, 0);
+        number = __shfl_sync(0xffffffffu, next, 0);
+        next = after;
     }
 }
 
@@ -191,11 +189,10 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
     Place place;
     bool staged = S::kResident;
 #pragma unroll 1
-    for (int turn = 0, ends = 0; ends < 2; ++turn) {
+    for (int turn = 0;; ++turn) {
         while (ptx::load_acquire_shared(ring.published) <= turn) continue;
         const int number = ring.units[turn % kQueue];
         const bool end = number == Ring<S>::kNoUnit;
-        ends += end;
         const bool down = !end && work.down(number);
         const int stages = end ? 1 : ring.stages_of(down);
         if (end || (S::kResident && !down)) {
@@ -204,6 +201,7 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
                 ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
                 ptx::arrive(ring.full + place.slot);
             }
+            if (end) return;
             continue;
         }
         const Unit unit = work(number, tables);
@@ -297,25 +295,23 @@ __device__ __forceinline__ uint4 load_eight(const Args& args, int row, int colum
     return args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
 }
 
-// Rows 0 ... count - 1 of x into shared memory, by the math threads of this block. A thread has
-// four loads under way.
+// All rows of x into shared memory, by the math threads of this block. A thread has four loads
+// under way; the first are asked for before any weights, or they would queue behind them.
 template <int kTokens>
 struct RowsOfX {
     static constexpr int kPieces = 4;
     uint4 pieces[kPieces];
     int per_row;
 
-    __device__ explicit RowsOfX(const Args& args) : per_row(args.hidden / 8) {}
+    __device__ explicit RowsOfX(const Args& args) : per_row(args.hidden / 8) {
+#pragma unroll
+        for (int i = 0; i < kPieces; ++i)
+            load(args, i, threadIdx.x + i * kMathThreads, args.tokens);
+    }
 
     __device__ void load(const Args& args, int i, int at, int count) {
         const int row = at / per_row;
         if (row < count) pieces[i] = load_eight(args, row, (at - row * per_row) * 8);
-    }
-
-    __device__ void start(const Args& args, int count) {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-            load(args, i, threadIdx.x + i * kMathThreads, count);
     }
 
     __device__ void store(const Args& args, const uint4& piece, int at, int count) {
@@ -328,7 +324,7 @@ struct RowsOfX {
             shared_at<float>(args.at.x_scale)[column / kBlock * kTokens + row] = made.scale;
     }
 
-    // `count` is at most that of `start`.
+    // `count` rows, at most args.tokens.
     __device__ void finish(const Args& args, int count) {
         const int end = count * per_row;
 #pragma unroll 1
@@ -346,33 +342,50 @@ struct RowsOfX {
 // The rows of x that pairs need, into the images of their chunks: each block its share, 16 lanes
 // one row and 128 columns at a time.
 template <typename S>
-__device__ __forceinline__ void stage_rows(const Args& args, const Tables& tables, int count) {
-    const int slabs = args.hidden / kBlock, items = count * slabs;
-    const int lane = threadIdx.x % 16;
-    const int step = gridDim.x * (kMathThreads / 16);
+struct StagedRows {
+    int slabs, items, first, step;
+    uint4 piece;
+
+    // Asks for the first piece: before any weights, or it would queue behind them.
+    __device__ explicit StagedRows(const Args& args)
+        : slabs(args.hidden / kBlock),
+          items(args.tokens * slabs),
+          first(blockIdx.x * (kMathThreads / 16) + threadIdx.x / 16),
+          step(gridDim.x * (kMathThreads / 16)),
+          piece(load(args, first)) {}
+
+    __device__ uint4 load(const Args& args, int item) const {
+        if (item >= items) return uint4{};
+        const int row = item / slabs;
+        const int column = (item - row * slabs) * kBlock + threadIdx.x % 16 * 8;
+        return load_eight(args, row, column);
+    }
+
+    __device__ void write(const Args& args, const Tables& tables) {
+        const int lane = threadIdx.x % 16;
 #pragma unroll 1
-    for (int item = blockIdx.x * (kMathThreads / 16) + threadIdx.x / 16;
-         __any_sync(0xffffffffu, item < items); item += step) {
-        const int row = item / slabs, slab = item - row * slabs;
-        const bool inside = item < items;
-        const uint4 piece = inside ? load_eight(args, row, slab * kBlock + lane * 8) : uint4{};
-        const Quantized made = quantize_eight(piece);
-        if (!inside) continue;
-#pragma unroll 1
-        for (int slot = 0; slot < args.slots; ++slot) {
-            const int pair = row * args.slots + slot;
-            const int expert = tables.pair_expert[pair];
-            if (expert == kNone) continue;
-            const int rank = tables.rank_of[expert];
-            const int in_expert = tables.position[pair] - tables.first[rank];
-            const int64_t chunk = tables.first_chunk[rank] + in_expert / S::kColumns;
-            const int to = in_expert % S::kColumns;
-            uint8_t* image = args.x_rows + (chunk * slabs + slab) * S::kSlabRows;
-            *reinterpret_cast<uint2*>(image + image_at(to, lane * 8, S::kColumns)) = made.bytes;
-            if (lane == 0) args.x_row_scale[(chunk * slabs + slab) * S::kColumns + to] = made.scale;
+        for (int item = first; __any_sync(0xffffffffu, item < items); item += step) {
+            const Quantized made = quantize_eight(piece);
+            piece = load(args, item + step);
+            if (item >= items) continue;
+            const int row = item / slabs, slab = item - row * slabs;
+#pragma unroll 2
+            for (int slot = 0; slot < args.slots; ++slot) {
+                const int pair = row * args.slots + slot;
+                const int position = tables.position[pair];
+                if (position == kNone) continue;  // those of rows beyond num_valid too
+                const int rank = tables.rank_of[tables.pair_expert[pair]];
+                const int in_expert = position - tables.first[rank];
+                const int64_t chunk = tables.first_chunk[rank] + in_expert / S::kColumns;
+                const int to = in_expert % S::kColumns;
+                uint8_t* image = args.x_rows + (chunk * slabs + slab) * S::kSlabRows;
+                *reinterpret_cast<uint2*>(image + image_at(to, lane * 8, S::kColumns)) = made.bytes;
+                if (lane == 0)
+                    args.x_row_scale[(chunk * slabs + slab) * S::kColumns + to] = made.scale;
+            }
         }
     }
-}
+};
 
 // -- the products --------------------------------------------------------------------------------
 

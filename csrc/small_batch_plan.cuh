@@ -61,7 +61,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.x_scale = next(blocks * tokens * 4);
         args.at.weight_scale = next(stages * 2 * slabs * 4);
         args.at.row_scale = next(stages * scales * 4);
-        args.at.results = next(2 * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
+        args.at.results = next(kGroups * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
         args.at.barriers = next(2 * stages * 8);
         args.at.queue = next((kQueue + 1) * 4);
         args.at.counts = next(args.num_local * 4);
@@ -103,7 +103,7 @@ inline cudaError_t encode(CUtensorMap& map, const void* weight, int rows, int de
     const CUresult result = encode_tiled(
         &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(weight), size, stride, box, step,
         CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -18,7 +18,8 @@
 namespace small_batch {
 
 constexpr int kGroup = 128;                 // threads of a warpgroup
-constexpr int kMathThreads = 2 * kGroup;    // two groups multiply, in turns
+constexpr int kGroups = 3;                  // that multiply, in turns
+constexpr int kMathThreads = kGroups * kGroup;
 constexpr int kThreads = kMathThreads + 64; // one warp loads weights, one loads intermediate rows
 constexpr int kBlock = 128;                 // columns of a scale of weights and of x
 constexpr int kFine = 32;                   // columns of a scale of the intermediate rows
@@ -82,11 +83,11 @@ __device__ __forceinline__ T* shared_at(int offset) {
 }
 
 struct Tables {
-    int* counts;            // [num_local]: pairs; after rank_experts: the next free position
+    int* counts;            // [num_local]: pairs
     float* pair_weight;     // [pairs]
     float* weight_of;       // [positions]
     uint16_t* pair_expert;  // [pairs], kNone where the slot is not routed here
-    uint16_t* position;     // [pairs]
+    uint16_t* position;     // [pairs], or kNone
     uint16_t* token_of;     // [positions]
     uint16_t* rank_of;      // [num_local], of active experts
     uint16_t* expert_of;    // [ranks]
@@ -193,7 +194,6 @@ __device__ __forceinline__ Active rank_experts(const Args& args, const Tables& t
         tables.expert_of[rank] = expert;
         tables.first[rank] = position;
         tables.first_chunk[rank] = chunk;
-        tables.counts[expert] = position;
         for (int i = 0; i * kColumns < count; ++i) tables.chunk_rank[chunk + i] = rank;
         before += of(count);
     }
@@ -207,25 +207,27 @@ __device__ __forceinline__ Active rank_experts(const Args& args, const Tables& t
     return active;
 }
 
-// A stable counting sort by one warp: 32 pairs at a time, so that the order is always the same.
-__device__ __forceinline__ void sort_pairs(const Args& args, const Tables& tables) {
-    const int lane = lane_index();
+// Fills position, token_of and weight_of: the place of a pair is the number of earlier pairs of its
+// expert, so that every block finds the same.
+__device__ __forceinline__ void place_pairs(const Args& args, const Tables& tables) {
+    const auto* words = reinterpret_cast<const uint32_t*>(tables.pair_expert);
 #pragma unroll 1
-    for (int begin = 0; begin < args.pairs; begin += 32) {
-        const int pair = begin + lane;
-        const int expert = pair < args.pairs ? tables.pair_expert[pair] : kNone;
-        const uint32_t peers = __match_any_sync(0xffffffffu, expert);
-        const int earlier = __popc(peers & ((1u << lane) - 1));
-        int position = 0;
-        if (expert != kNone) {
-            position = tables.counts[expert] + earlier;
-            tables.token_of[position] = pair / args.slots;
-            tables.weight_of[position] = tables.pair_weight[pair];
-            tables.position[pair] = position;
+    for (int pair = threadIdx.x; pair < args.pairs; pair += kMathThreads) {
+        const uint32_t expert = tables.pair_expert[pair];
+        if (expert == kNone) {
+            tables.position[pair] = kNone;
+            continue;
         }
-        __syncwarp();
-        if (expert != kNone && earlier == 0) tables.counts[expert] = position + __popc(peers);
-        __syncwarp();
+        const uint32_t both = expert << 16 | expert;
+        uint32_t equal = 0;  // in either half: pairs of even and of odd number
+#pragma unroll 8
+        for (int i = 0; i < pair / 2; ++i) equal += __vseteq2(words[i], both);
+        int earlier = static_cast<int>((equal & 0xffff) + (equal >> 16));
+        if (pair % 2 == 1 && tables.pair_expert[pair - 1] == expert) ++earlier;
+        const int position = tables.first[tables.rank_of[expert]] + earlier;
+        tables.token_of[position] = pair / args.slots;
+        tables.weight_of[position] = tables.pair_weight[pair];
+        tables.position[pair] = position;
     }
 }
 

@@ -327,7 +327,6 @@ inline float __uint_as_float(uint32_t bits) {
     std::memcpy(&value, &bits, 4);
     return value;
 }
-inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 inline void __syncthreads() { emu::pass(emu::self().block->gate); }
 inline void __syncwarp() { emu::pass(emu::self().warp->gate); }
 inline int atomicAdd(int* at, int value) {
@@ -355,11 +354,9 @@ inline bool __any_sync(uint32_t, bool value) {
     for (int lane = 0; lane < emu::kWarp; ++lane) any |= values[lane];
     return any;
 }
-inline uint32_t __match_any_sync(uint32_t, int value) {
-    const int* values = emu::exchange(value);
-    uint32_t peers = 0;
-    for (int lane = 0; lane < emu::kWarp; ++lane) peers |= uint32_t{values[lane] == value} << lane;
-    return peers;
+inline uint32_t __vseteq2(uint32_t a, uint32_t b) {
+    const uint32_t differ = a ^ b;
+    return uint32_t{(differ & 0xffff) == 0} | uint32_t{differ >> 16 == 0} << 16;
 }
 
 // -- ptx.cuh -------------------------------------------------------------------------------------
@@ -443,6 +440,7 @@ inline void copy_box(void* target, const CUtensorMap* map, int column, int row, 
 }
 inline void prefetch_map(const CUtensorMap*) {}
 inline void fence_async_proxy() {}
+inline void fence_async_shared() {}
 inline int load_acquire(const int* at) {
     emu::pause();
     return *at;
