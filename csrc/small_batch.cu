@@ -93,7 +93,7 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
 __device__ __forceinline__ void combine(const Args& args, const Tables& tables, int tile) {
     constexpr int kLoads = 8;  // under way per thread
     const __nv_bfloat16* results = args.results + tile * kTileRows;
-#pragma unroll 2
+#pragma unroll 1
     for (int item = threadIdx.x % kGroup; item < args.tokens * (kTileRows / 4); item += kGroup) {
         const int token = item / (kTileRows / 4);
         const int column = item % (kTileRows / 4) * 4;
