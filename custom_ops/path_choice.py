@@ -12,7 +12,6 @@ import hashlib
 import json
 import logging
 import math
-import os
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -174,11 +173,10 @@ class ChoiceStore:
         text = json.dumps({"facts": self._facts, "microseconds": entries}, indent=1)
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.file.parent, prefix=self.file.stem, delete=False
-            ) as temporary:
-                temporary.write(text + "\n")
-            os.replace(temporary.name, self.file)
+            with tempfile.TemporaryDirectory(dir=self.file.parent) as scratch:
+                written = Path(scratch) / self.file.name
+                written.write_text(text + "\n")
+                written.replace(self.file)
         except OSError as error:
             log.warning(
                 mismatch(
