@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import make_config
 from torch import Tensor
 
+import megamoe_compile as mm
 from megamoe_compile import backends, capability, context
 from megamoe_compile.custom_ops import graph_timing, measured, small_batch_cuda
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.reference import ReferenceRuntime, moe_reference, stage
 
 WHEEL = "0.1.5.post1"
+# Of (deep_gemm, small_batch): small_batch wins at 1 and 4, loses at 8 and 32.
+TIMES = {1: (60.0, 40.0), 4: (100.0, 90.0), 8: (150.0, 160.5), 32: (200.0, 400.0)}
 
 
 class FakeMega(ReferenceRuntime):
@@ -106,7 +110,7 @@ class Machine:
     """
 
     def __init__(self) -> None:
-        self.times: dict[int, tuple[float, float]] = {}
+        self.times: dict[int, tuple[float, float]] = dict(TIMES)
         self.max_tokens = 32
         self.small_batch_error: BackendUnavailable | ValueError | None = None
         self.small_batch_options: dict[str, Any] = {}
@@ -161,3 +165,19 @@ class Machine:
         patch.setattr(graph_timing, "time_in_turn", self.time)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: self.gpu)
         assert backends.default_cache_dir().is_relative_to(cache)
+
+
+def make_context(**options: Any) -> mm.MegaMoEContext:
+    paths, num_sms = options.pop("paths", None), options.pop("num_sms", None)
+    config = make_config(**options)
+    return mm.MegaMoEContext(config, device="cpu", paths=paths, num_sms=num_sms)
+
+
+def paths_of(context: mm.MegaMoEContext, *counts: int) -> str:
+    """A letter per count: d for deep_gemm, s for small_batch."""
+    return "".join(context.backend_for(count)[0] for count in counts)
+
+
+def stored_file(tmp_path: Path) -> Path:
+    (file,) = (tmp_path / "megamoe_compile" / "paths").iterdir()
+    return file
