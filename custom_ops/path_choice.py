@@ -1,8 +1,9 @@
 """Which of two paths a layer call takes: decided per bucket, stored, looked up per call.
 
 A call of T rows takes the path of the smallest decided bucket that holds T rows, and `deep_gemm`
-where none does. So an eager call and the replay of the bucket that it would be padded to agree.
-Once decided, a bucket keeps its path as long as the context lives: captured graphs have it inside.
+where none does. So an eager call and the replay of the bucket that it would be padded to take the
+same path, where no other buckets were warmed. Once decided, a bucket keeps its path as long as the
+context lives: captured graphs have it inside.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from helpers import assert_one_sentence, make_layer
 from path_fakes import Machine, make_context, paths_of, stored_file
 
 import megamoe_compile as mm
+from megamoe_compile.custom_ops import cuda_build
 from megamoe_compile.custom_ops.path_choice import Decision
 
 
@@ -96,6 +97,22 @@ def test_another_release_is_measured_anew(
         machine.kept.append(make_layer(context))
         context.warmup([1])
     assert machine.timed == [1, 1]
+
+
+def test_the_hash_is_of_kernels_headers_and_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a.cu", "b.cuh", "small_batch_cuda.py"):
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(cuda_build, "CSRC", tmp_path)
+    monkeypatch.setattr(cuda_build, "__file__", str(tmp_path / "cuda_build.py"))
+    seen = {cuda_build.sources_digest()}
+    for name in ("a.cu", "b.cuh", "small_batch_cuda.py"):
+        (tmp_path / name).write_text("two")
+        seen.add(cuda_build.sources_digest())
+    (tmp_path / "a.cu").rename(tmp_path / "c.cu")
+    assert len(seen | {cuda_build.sources_digest()}) == 5
+    assert len(seen) == 4
 
 
 def _with_times(content: dict[str, Any], entries: Any) -> bytes:
