@@ -138,7 +138,7 @@ class Machine:
         return list(self.launched)
 
     def make_runtime(
-        self, backend: str, config: Any, device: Any, group: Any, num_sms: Any
+        self, backend: str, config: Any, device: Any, group: Any, *options: Any
     ) -> FakeMega:
         assert backend == "deep_gemm"
         return FakeMega(
