@@ -96,7 +96,10 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8)
     args = parser.parse_args()
     config = mm.MegaMoEConfig.preset(
-        args.preset, max_tokens_per_rank=max(args.tokens, 128), num_experts=args.local_experts
+        args.preset,
+        max_tokens_per_rank=max(args.tokens, 128),
+        num_experts=args.local_experts,
+        backend="deep_gemm",
     )
     bench = Bench.make(config)
     with bench.context:

@@ -287,7 +287,10 @@ def main() -> None:
     }
     for experts in args.local_experts:
         config = mm.MegaMoEConfig.preset(
-            args.preset, max_tokens_per_rank=max(*args.tokens, 128), num_experts=experts
+            args.preset,
+            max_tokens_per_rank=max(*args.tokens, 128),
+            num_experts=experts,
+            backend="deep_gemm",
         )
         bench = Bench.make(config)
         for tokens in args.tokens:

@@ -257,6 +257,18 @@ def resource_report(library: Path) -> list[KernelResources]:
     ]
 
 
+def sources_digest() -> str:
+    """A hash of all CUDA sources and of the launcher that tunes the small-batch kernel.
+
+    For what is measured once per version of them.
+    """
+    digest = hashlib.sha256()
+    tuned = Path(__file__).with_name("small_batch_cuda.py")
+    for path in (*sorted([*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]), tuned):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
 def set_jit_cache_dir(path: str | os.PathLike[str]) -> None:
     """Keep the kernels that DeepGEMM compiles under `path`, for this process and its children.
 

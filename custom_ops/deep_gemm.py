@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import BackendUnavailable, MegaMoEError, NotWarmedUp, mismatch
+from .current_stream import CurrentStream, refuse_cold_capture
+from .errors import BackendUnavailable, mismatch
 from .fused_moe_native import NativeLaunch, TvmCall, current_stream_address, install
 from .pre_dispatch import PreDispatch, Routing, StagingBuffer
 from .reference import FP8
@@ -402,9 +403,8 @@ class DeepGemmRuntime:
                     capacity=padded_capacity,
                     keep_alive=self._stage,
                 )
-        self._warm: set[int] = set()
-        self._raw_stream = torch._C._cuda_getCurrentRawStream  # 20 times faster than the object
-        self._current_device = torch._C._cuda_getDevice
+        self.warm: set[int] = set()  # numbers of tokens that were launched
+        self._stream = CurrentStream(device)
 
     def _with_num_sms(self, mega: Callable[..., object], num_sms: int) -> Callable[..., object]:
         # DeepGEMM's setting is process-wide: other calls of the process must find their own again.
@@ -435,35 +435,16 @@ class DeepGemmRuntime:
     ) -> None:
         """See `library.Runtime`. A number of tokens that was never launched may compile here."""
         tokens = x.shape[0]
-        first = tokens not in self._warm
+        first = tokens not in self.warm
         if first:
             self._first_launch(tokens, w13)
-        index = self.device.index
-        if self._current_device() != index:
-            raise MegaMoEError(
-                mismatch(
-                    "current CUDA device",
-                    self.device,
-                    self._current_device(),
-                    "Call under torch.cuda.device(context.device).",
-                )
-            )
-        stream = self._raw_stream(index)
-        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, stream)
+        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, self._stream())
         self._mega(out, w13, w13_scale, w2, w2_scale)
         if first and self.native is not None:
             self.native.warm(tokens)
 
     def _first_launch(self, tokens: int, w13: Tensor) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            raise NotWarmedUp(
-                mismatch(
-                    f"capture of {tokens} tokens",
-                    "a kernel compiled and loaded by warm-up",
-                    f"warm-up of {sorted(self._warm) or 'nothing'}",
-                    f"Call context.warmup([{tokens}, ...]) on all ranks before capture.",
-                )
-            )
+        refuse_cold_capture(tokens, self.warm)
         if tuple(w13.shape) != self._weight_shape:
             raise ValueError(
                 mismatch(
@@ -473,7 +454,7 @@ class DeepGemmRuntime:
                     "The weights must be prepared for this context's geometry.",
                 )
             )
-        self._warm.add(tokens)
+        self.warm.add(tokens)
 
     def warmup(
         self,

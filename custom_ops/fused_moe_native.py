@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -249,9 +249,22 @@ class NativeLaunch:
         """Take calls of this many tokens, of which Python has launched one."""
         self._library.megamoe_fused_moe_warm(self._context_id, tokens)
 
+    def keep_warm(self, token_counts: Iterable[int]) -> None:
+        """Take calls of these numbers of tokens and of no others, until `warm` adds some.
+
+        Counts `launches` from 0 again. No effect before `enter` and after `leave`.
+        """
+        if self._context_id < 0:
+            return
+        self._library.megamoe_fused_moe_leave(self._context_id)
+        self._library.megamoe_fused_moe_enter(self._context_id, self._config)
+        for tokens in token_counts:
+            self.warm(tokens)
+
     def leave(self) -> None:
         """Take no call any more; waits for one that is being launched. Idempotent."""
         self._library.megamoe_fused_moe_leave(self._context_id)
+        self._context_id = -1
 
     @property
     def launches(self) -> int:

@@ -11,6 +11,7 @@ import torch
 import torch._dynamo
 from helpers import RankPool, make_config
 from hypothesis import settings
+from path_fakes import Machine
 from torch._dynamo.utils import counters
 
 import megamoe_compile as mm
@@ -58,6 +59,14 @@ def context(request: pytest.FixtureRequest) -> Iterator[mm.MegaMoEContext]:
     """A CPU context; `@pytest.mark.parametrize("context", [{...}], indirect=True)` changes it."""
     with mm.MegaMoEContext(make_config(**getattr(request, "param", {})), device="cpu") as made:
         yield made
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    """Contexts of this test have two paths, fakes on the CPU, and store under tmp_path."""
+    made = Machine()
+    made.install(monkeypatch, tmp_path)
+    return made
 
 
 @pytest.fixture(scope="session")

@@ -168,6 +168,8 @@ class MockRuntime:
         self._reference = reference
         self._top_k, self._hidden = top_k, shape[2]
         self.python_launches = 0
+        self.warm: set[int] = set()
+        self.buffer_bytes, self.invalid_count = 0, reference.invalid_count
         self.failures: list[str] = []
         self.order: list[str] = []  # what the mocks were called for
         self.staged: Staged | None = None
@@ -209,7 +211,17 @@ class MockRuntime:
         """From Python; from then on this many tokens go to C++."""
         self.python_launches += 1
         self._reference.launch(x, *args)
-        self.native.warm(x.shape[0])
+        if x.shape[0] not in self.warm:
+            self.warm.add(x.shape[0])
+            self.native.warm(x.shape[0])
+
+    def warmup(self, token_counts: Any, weights: Any, launch_count: Tensor) -> None:
+        for tokens in sorted({0, *token_counts}):
+            x = torch.zeros(tokens, self._hidden, dtype=torch.bfloat16)
+            ids = torch.full((tokens, self._top_k), -1)
+            zero = torch.zeros(1, dtype=torch.int32)
+            out = torch.empty_like(x)
+            self.launch(x, ids, ids.float(), *weights(), zero, launch_count, out)
 
     @reported
     def _stage(
@@ -282,6 +294,23 @@ class MockRuntime:
         assert device == -1
         out[0] = STREAM
         return 0
+
+
+class SmallBatchMock:
+    """The second path of a measured runtime, on the reference that a MockRuntime has."""
+
+    max_tokens = 64
+
+    def __init__(self, mega: MockRuntime) -> None:
+        self._reference = mega._reference
+        self.launches = 0
+
+    def launch(self, *args: Tensor) -> None:
+        self.launches += 1
+        self._reference.launch(*args)
+
+    def warmup(self, token_counts: Any, weights: Any, launch_count: Any) -> None:
+        """Nothing to compile."""
 
 
 def install() -> ctypes.CDLL:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,13 +28,24 @@ from helpers import (
     outcome,
     random_inputs,
 )
-from native_mocks import CONFIG, FIXED, STREAM, MockRuntime, install, strided, wrong_calls
+from native_mocks import (
+    CONFIG,
+    FIXED,
+    STREAM,
+    MockRuntime,
+    SmallBatchMock,
+    install,
+    strided,
+    wrong_calls,
+)
 from torch import Tensor
 from torch.library import opcheck
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops import cuda_build, fused_moe_native, library
 from megamoe_compile.custom_ops.library import fused_moe
+from megamoe_compile.custom_ops.measured import MeasuredRuntime
+from megamoe_compile.custom_ops.path_choice import PATHS, ChoiceStore, PathChoice
 
 COUNTS = (0, 1, 7, 64)
 
@@ -303,6 +315,51 @@ def leaving_waits_for_a_call() -> None:
     s.done()
 
 
+def counts_of_the_small_batch_path_stay_in_python() -> None:
+    """The C++ kernel launches the mega kernel only, and asks no table."""
+    s = Setup()
+    small, measured_as = SmallBatchMock(s.runtime), {1: "small_batch", 7: "deep_gemm"}
+    times = {"small_batch": (2.0, 1.0), "deep_gemm": (1.0, 2.0)}
+    choice = PathChoice(s.config.max_tokens_per_rank, {})
+    runtime = MeasuredRuntime(
+        s.runtime,
+        small,
+        choice,
+        ChoiceStore({}, Path(tempfile.mkdtemp()) / "paths"),
+        num_experts=s.config.num_experts,
+        top_k=s.config.top_k,
+        timer=lambda calls: dict(
+            zip(PATHS, times[measured_as[calls["deep_gemm"][0].args[0].shape[0]]], strict=True)
+        ),
+    )
+    id = library.register_runtime(runtime, tuple(s.layer.w13.shape), runtime.native)
+    s.layer._constants = (id, *s.layer._constants[1:])
+    layer = s.layer
+    weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+
+    def launches(tokens: int) -> tuple[int, int, int]:
+        """From C++, from Python on the mega kernel, on the small-batch path."""
+        inputs = random_inputs(s.config, tokens)
+        s.runtime.python_launches = small.launches = 0
+        before = s.native.launches
+        assert_same(layer(*inputs), oracle(layer, inputs))
+        return s.native.launches - before, s.runtime.python_launches, small.launches
+
+    # Before warm-up: a count's second launch is C++'s, whatever is decided later.
+    assert [launches(1), launches(1)] == [(0, 1, 0), (1, 0, 0)]
+    runtime.warmup([1, 7], lambda: weights, layer.launch_count)
+    runtime.measure([1, 7], [weights], layer.launch_count)
+    assert launches(1) == launches(0) == (0, 0, 1)
+    assert launches(7) == (1, 0, 0)
+    assert [launches(5), launches(5)] == [(0, 1, 0), (1, 0, 0)], "warm by its own first launch"
+    runtime.warmup([1, 7], lambda: weights, layer.launch_count)
+    assert launches(1) == (0, 0, 1) and launches(7) == launches(5) == (1, 0, 0)
+    runtime.native.leave()
+    runtime.measure([1, 7], [weights], layer.launch_count)
+    assert s.native.launches == -1, "a closed context does not come back"
+    s.done()
+
+
 def is_installed_once() -> None:
     library = install()
     assert fused_moe_native.install("CPU") is library
@@ -324,6 +381,7 @@ CHECKS: list[Callable[[], None]] = [
     compiles_to_one_graph,
     threads_share_the_op,
     leaving_waits_for_a_call,
+    counts_of_the_small_batch_path_stay_in_python,
     is_installed_once,
 ]
 

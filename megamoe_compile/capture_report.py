@@ -6,12 +6,18 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar
 
+from .custom_ops.path_choice import Decision
+
 T = TypeVar("T")
 
 
 @dataclasses.dataclass
 class BucketSummary:
-    """One row of `GraphRunner.summary()`; seconds, bytes and microseconds as the names say."""
+    """One row of `GraphRunner.summary()`; seconds, bytes and microseconds as the names say.
+
+    `backend` is what a layer call in this bucket takes, and `decision` says by what times, where
+    there was a choice.
+    """
 
     bucket: int
     path: str  # "cuda_graph" or, on a CPU, "compiled"
@@ -20,6 +26,7 @@ class BucketSummary:
     graph_bytes: int
     replay_microseconds: float
     replays: int = 0
+    decision: Decision | None = None
 
 
 def compiled_graphs() -> int:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from .backends import intermediate_alignment, make_runtime
+from .backends import add_small_batch, check_paths, intermediate_alignment, make_runtime
 from .capability import Capability, probe
 from .config import MegaMoEConfig
 from .custom_ops.errors import (
@@ -22,6 +21,8 @@ from .custom_ops.errors import (
     mismatch,
 )
 from .custom_ops.library import register_runtime
+from .custom_ops.measured import MeasuredRuntime, Weights
+from .custom_ops.path_choice import Decision, PathChoice, PathName
 from .step_plan import StepPlan
 from .weights import PreparedWeights, WeightGeometry
 
@@ -45,16 +46,21 @@ class MegaMoEContext:
         device: where the layers run; default: the current CUDA device if there is one, else CPU.
         num_sms: SMs that the deep_gemm kernel may take, even; None for all. Fewer leave room for
             a side stream: the kernel spins until its whole grid is resident.
+        paths: number of tokens to "deep_gemm" or "small_batch", for a context with both paths
+            (backend="auto" on one rank of an SM90 GPU). A bucket named here is not measured; calls
+            of fewer tokens, down to the next bucket that is decided, go with it.
 
     Attributes:
-        backend: name of the backend, the same on all ranks. reason: why this one.
+        backend: name of the backend, the same on all ranks. reason: why this one, and whether
+            there is a second path.
         rank, world_size: of the group. buffer_bytes: bytes of symmetric memory of this rank.
         num_valid: int32 [1] on the device. Rows at or above it are not routed; default: none.
         launch_count: int32 [1] on the device, launches so far, replays included.
 
     Raises:
         BackendUnavailable: on every rank, if the backend cannot run on any of them.
-        ValueError: on every rank, if the ranks' configs differ or don't divide the experts.
+        ValueError: on every rank, if the ranks' configs or paths differ, if they don't divide the
+            experts, or for a path that this context does not have.
     """
 
     def __init__(
@@ -64,6 +70,7 @@ class MegaMoEContext:
         device: torch.device | str | None = None,
         *,
         num_sms: int | None = None,
+        paths: Mapping[int, PathName] | None = None,
     ) -> None:
         self.config = config
         if group is not None and dist.get_rank(group) < 0:
@@ -79,10 +86,11 @@ class MegaMoEContext:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.device = _device(device)
-        capability = self._agree()
+        pins = {} if paths is None else paths
+        capability = self._agree(pins)
         assert capability.backend is not None
         self.backend: str = capability.backend
-        self.reason = capability.reason
+        check_paths(self.backend, config, self.world_size, pins)
         self.weight_geometry = WeightGeometry.of(
             config,
             rank=self.rank,
@@ -95,9 +103,13 @@ class MegaMoEContext:
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
             self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
-            self._runtime: AnyRuntime | None = make_runtime(
-                self.backend, config, self.device, self.group, num_sms
+            made = make_runtime(self.backend, config, self.device, self.group, num_sms)
+            made, second_path = add_small_batch(
+                made, self.backend, config, self.device, num_sms, pins
             )
+        self._runtime: AnyRuntime | None = made
+        self._choice: PathChoice | None = made.choice if isinstance(made, MeasuredRuntime) else None
+        self.reason = capability.reason + second_path
         self.buffer_bytes = self._runtime.buffer_bytes
         for tensor in (self.launch_count, self.num_valid):
             torch._dynamo.mark_static_address(tensor, guard=False)
@@ -110,31 +122,30 @@ class MegaMoEContext:
         self._layers: weakref.WeakSet[MegaMoE] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 
-    def _agree(self) -> Capability:
+    def _agree(self, paths: Mapping[int, PathName]) -> Capability:
         """Probe on every rank and come to one verdict on all, or raise on all."""
         mine = probe(self.config, self.device)
-        verdicts: list[tuple[MegaMoEConfig, Capability]] = [(self.config, mine)]
+        verdicts: list[tuple[MegaMoEConfig, Any, Capability]] = [(self.config, paths, mine)]
         if self.group is not None:
             gathered: list[Any] = [None] * self.world_size
-            dist.all_gather_object(gathered, (self.config, mine), group=self.group)
+            dist.all_gather_object(gathered, verdicts[0], group=self.group)
             verdicts = gathered
-        for rank, (config, capability) in enumerate(verdicts):
-            if config != verdicts[0][0]:
-                raise ValueError(
-                    mismatch(
-                        f"config of rank {rank}",
-                        verdicts[0][0],
-                        config,
-                        "Pass the same everywhere.",
+        for rank, (config, pins, capability) in enumerate(verdicts):
+            for name, got, first in (
+                ("config", config, verdicts[0][0]),
+                ("paths", pins, verdicts[0][1]),
+            ):
+                if got != first:
+                    raise ValueError(
+                        mismatch(f"{name} of rank {rank}", first, got, "Pass the same everywhere.")
                     )
-                )
             if capability.backend is None:
                 raise BackendUnavailable(f"rank {rank}: {capability.reason}")
-            if capability.backend != verdicts[0][1].backend:
+            if capability.backend != verdicts[0][2].backend:
                 raise BackendUnavailable(
                     mismatch(
                         f"backend of rank {rank}",
-                        f"{verdicts[0][1].backend}, as on rank 0",
+                        f"{verdicts[0][2].backend}, as on rank 0",
                         f"{capability.backend} ({capability.reason})",
                         "Make the ranks' machines alike, or pass backend= explicitly.",
                     )
@@ -174,9 +185,21 @@ class MegaMoEContext:
         """Compile and load every kernel that calls of these numbers of tokens reach. Collective.
 
         Zero tokens are always prepared too: any rank may be idle. Launches count as others do.
+
+        Where the context has two paths, each bucket is timed on both, on the weights of its loaded
+        layers, unless it is decided already: by `paths`, by a warm-up before, or by what an earlier
+        start stored. Without a loaded layer nothing is timed, and such buckets take deep_gemm until
+        a warm-up that finds one.
+
+        Raises:
+            CapacityError: a bucket above max_tokens_per_rank. MegaMoEError: inside a capture.
         """
         self.check_open()
         assert self._runtime is not None
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise MegaMoEError(
+                mismatch("warmup", "a call outside of captures", "one inside", "Call it before.")
+            )
         too_many = [count for count in buckets if count > self.config.max_tokens_per_rank]
         if too_many:
             raise CapacityError(
@@ -190,15 +213,23 @@ class MegaMoEContext:
         self.barrier()
         with torch.no_grad():
             self._runtime.warmup(buckets, self._any_weights, self.launch_count)
+            if isinstance(self._runtime, MeasuredRuntime):
+                self._runtime.measure(buckets, self._loaded_weights(), self.launch_count)
         self.barrier()
 
-    def _any_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _loaded_weights(self) -> list[Weights]:
+        return [
+            (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+            for layer in self.layers
+            if layer.loaded
+        ]
+
+    def _any_weights(self) -> Weights:
         """Weights of this geometry for a launch that routes nothing."""
-        for layer in self.layers:
-            if layer.loaded:
-                return layer.w13, layer.w13_scale, layer.w2, layer.w2_scale
-        weights = PreparedWeights.allocate(self.weight_geometry)
-        return weights.w13, weights.w13_scale, weights.w2, weights.w2_scale
+        for weights in self._loaded_weights():
+            return weights
+        zeros = PreparedWeights.allocate(self.weight_geometry)
+        return zeros.w13, zeros.w13_scale, zeros.w2, zeros.w2_scale
 
     def barrier(self) -> None:
         """Wait for the device and then for all ranks. Collective; not for a captured region."""
@@ -280,8 +311,18 @@ class MegaMoEContext:
         return chunks
 
     def backend_for(self, num_tokens: int) -> str:
-        """The backend that a call of num_tokens tokens takes."""
-        return self.backend
+        """What a call of num_tokens tokens (0 to max_tokens_per_rank) takes now.
+
+        The backend, or "small_batch" where that path was faster.
+        """
+        return self.backend if self._choice is None else self._choice.path_for(num_tokens)
+
+    def decision_for(self, num_tokens: int) -> Decision | None:
+        """Why a call of num_tokens tokens takes its path, and both paths' times.
+
+        None where there is one path only, and where no bucket that holds it is decided yet.
+        """
+        return None if self._choice is None else self._choice.decision_for(num_tokens)
 
     @property
     def invalid_id_count(self) -> int:

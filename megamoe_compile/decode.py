@@ -144,7 +144,7 @@ def decode(
                         parity.compare(where, got.output, want)
 
     report = DecodeReport.of(
-        [BucketReport(s.bucket, s.path, s.backend) for s in runner.summary()],
+        [BucketReport(s.bucket, s.path, s.backend, s.decision) for s in runner.summary()],
         times,
         parity,
         steps=steps,

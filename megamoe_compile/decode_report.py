@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .custom_ops.path_choice import Decision
+
 
 @dataclasses.dataclass
 class Parity:
@@ -77,6 +79,7 @@ class BucketReport:
     bucket: int
     path: str
     backend: str
+    decision: Decision | None = None
     steps: int = 0
     idle: int = 0
     tokens: int = 0
@@ -97,7 +100,7 @@ class BucketReport:
         times = (self.ms_per_step, self.tokens_per_second)
         ms, rate = ("-" if t is None else f"{t:.2f}" for t in times)
         return (
-            f"{self.bucket:6d}  {self.path:10s}  {self.backend:10s}  {self.steps:5d}  "
+            f"{self.bucket:6d}  {self.path:10s}  {self.backend:11s} {self.steps:5d}  "
             f"{self.idle:4d}  {self.tokens:6d}  {ms:>8s}  {rate:>8s}"
         )
 
@@ -169,6 +172,11 @@ class DecodeReport:
                 f"{self.ranks * self.steps} steps of a rank idle; {self.kept_tokens} of "
                 f"{self.tokens} tokens kept"
             )
+        rows += [
+            f"bucket {bucket.bucket}, one layer: {bucket.decision}"
+            for bucket in self.buckets
+            if bucket.decision is not None
+        ]
         return "\n".join(rows) + (
             f"\n{self.graphs_compiled} graph(s) compiled, {len(self.buckets)} buckets captured in "
             f"{self.capture_seconds:.1f} s; {self.tokens} tokens in {self.steps} steps, "

@@ -215,6 +215,7 @@ class GraphRunner:
             seconds,
             max(used, 0),
             self._time(run, bucket),
+            decision=self.context.decision_for(bucket),
         )
         return _Captured(run, summary)
 

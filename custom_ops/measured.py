@@ -1,0 +1,266 @@
+"""One rank's layer on two paths: the mega kernel, and the small-batch kernel where it is faster.
+
+Warm-up times both per bucket under graph replay, on the layers' own weights, and keeps the faster.
+A call looks its path up by its number of rows: nothing is timed and no choice is made in a forward.
+Both paths read the same weights and write every row; they differ within the stated tolerance.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from .current_stream import CurrentStream, refuse_cold_capture
+from .errors import require
+from .path_choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
+
+if TYPE_CHECKING:
+    from .fused_moe_native import NativeLaunch
+    from .small_batch_cuda import SmallBatch
+
+# Calls of one graph. Fresh rows and ids in each, and another layer's weights where there are
+# several, so that no call finds its experts in the L2 cache because the one before read the same.
+CALLS = 8
+
+Weights = tuple[Tensor, Tensor, Tensor, Tensor]
+Timer = Callable[[Mapping[PathName, Sequence[Callable[[], None]]]], Mapping[PathName, float]]
+
+
+class MegaPath(Protocol):
+    """What the measured runtime needs of the mega kernel's runtime."""
+
+    native: NativeLaunch | None
+    warm: set[int]
+    buffer_bytes: int
+    invalid_count: Tensor
+
+    def launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        out: Tensor,
+    ) -> None: ...
+
+    def warmup(
+        self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
+    ) -> None: ...
+
+    def reset(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class SmallBatchPath:
+    """The small-batch kernel behind the interface of a runtime.
+
+    Attributes:
+        max_tokens: most rows that the kernel takes at this geometry, 0 for none.
+    """
+
+    def __init__(self, kernel: SmallBatch, device: torch.device, top_k: int) -> None:
+        self.max_tokens: int = kernel.max_tokens
+        self._kernel = kernel
+        self._top_k = top_k
+        self._stream = CurrentStream(device)
+        self._warm: set[int] = set()
+
+    def launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `library.Runtime`."""
+        tokens = x.shape[0]
+        if tokens not in self._warm:
+            # It compiles nothing per number of tokens. But what a capture needs must not depend on
+            # which path was faster here.
+            refuse_cold_capture(tokens, self._warm)
+            self._warm.add(tokens)
+        for weight in (w13, w13_scale, w2, w2_scale):  # the kernel sees a pointer only
+            if not weight.is_contiguous():
+                require(False, "stride of the weights", "contiguous", weight.stride(), "Copy them.")
+        self._kernel(
+            x,
+            None,
+            topk_ids,
+            topk_weights,
+            num_valid,
+            launch_count,
+            w13,
+            w13_scale,
+            w2,
+            w2_scale,
+            out,
+            self._stream(),
+        )
+
+    def warmup(
+        self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
+    ) -> None:
+        """Launch each of these numbers of tokens once, with nothing routed."""
+        any_weights = weights()
+        for tokens in sorted({0, *token_counts}):
+            x = launch_count.new_zeros(tokens, any_weights[0].shape[2], dtype=torch.bfloat16)
+            ids = launch_count.new_full((tokens, self._top_k), -1)
+            self.launch(
+                x,
+                ids,
+                torch.zeros_like(ids, dtype=torch.float32),
+                *any_weights,
+                torch.zeros_like(launch_count),
+                launch_count,
+                torch.empty_like(x),
+            )
+
+
+class MeasuredRuntime:
+    """The runtime of a context that has both paths: one rank on SM90.
+
+    Args:
+        mega, small: the paths. They share the counter of invalid ids.
+        choice: the decisions so far (pins), which `measure` adds to.
+        store: the times that earlier starts have measured.
+        num_experts: routed ones. top_k: columns of ids.
+        timer: microseconds per call of each path's calls, which can be captured.
+    """
+
+    def __init__(
+        self,
+        mega: MegaPath,
+        small: SmallBatchPath,
+        choice: PathChoice,
+        store: ChoiceStore,
+        *,
+        num_experts: int,
+        top_k: int,
+        timer: Timer,
+    ) -> None:
+        self.choice = choice
+        self.native = mega.native
+        self.buffer_bytes = mega.buffer_bytes
+        self.invalid_count = mega.invalid_count
+        self._mega = mega
+        self._small = small
+        self._takes_small = choice.takes_small
+        self._store = store
+        self._num_experts = num_experts
+        self._top_k = top_k
+        self._timer = timer
+
+    def launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `library.Runtime`."""
+        path = self._small if self._takes_small[x.shape[0]] else self._mega
+        path.launch(
+            x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, num_valid, launch_count, out
+        )
+
+    def warmup(
+        self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
+    ) -> None:
+        """Prepare both paths for these numbers of tokens."""
+        any_weights = weights()
+        self._mega.warmup(token_counts, lambda: any_weights, launch_count)
+        small = [count for count in token_counts if count <= self._small.max_tokens]
+        self._small.warmup(small, lambda: any_weights, launch_count)
+        self._enter_native()
+
+    def measure(
+        self, buckets: Sequence[int], layers: Sequence[Weights], launch_count: Tensor
+    ) -> None:
+        """Decide the buckets that have no decision yet; they are warm.
+
+        Args:
+            layers: prepared weights of loaded layers. Without any, only what is stored decides;
+                the other buckets stay on the mega kernel until a warm-up that has weights.
+            launch_count: counts the timed launches too.
+        """
+        undecided = self.choice.undecided(buckets)
+        most = self._small.max_tokens
+        known = self._store.read() if undecided else {}
+        measured = {}
+        for bucket in undecided:
+            if bucket > most:
+                reason = f"{SMALL_BATCH} takes at most {most} tokens"
+                self.choice.decide(Decision(bucket, DEEP_GEMM, reason))
+            elif bucket in known:
+                times = known[bucket]
+                self.choice.decide(Decision(bucket, faster(times), "stored", times))
+            elif layers:
+                times = measured[bucket] = self._timer(self._calls(bucket, layers, launch_count))
+                self.choice.decide(Decision(bucket, faster(times), "measured", times))
+        if measured:
+            self._store.write(measured)
+        self._enter_native()
+
+    def _enter_native(self) -> None:
+        """Let C++ launch the mega kernel for what is warm and looks up the mega kernel."""
+        if self.native is not None:
+            self.native.keep_warm(n for n in self._mega.warm if not self._takes_small[n])
+
+    def _calls(
+        self, tokens: int, layers: Sequence[Weights], launch_count: Tensor
+    ) -> dict[PathName, list[Callable[[], None]]]:
+        """The same calls for both paths: random rows and routing, the layers in turn."""
+        device, hidden = launch_count.device, layers[0][0].shape[2]
+        generator = torch.Generator(device).manual_seed(tokens)  # not the user's random state
+        random = functools.partial(torch.rand, device=device, generator=generator)
+        rows = torch.randn(CALLS, tokens, hidden, device=device, generator=generator).bfloat16()
+        scores, ids = random(CALLS, tokens, self._num_experts).softmax(-1).topk(self._top_k)
+        valid = torch.full_like(launch_count, tokens)
+        out = torch.empty_like(rows[0])
+
+        def calls_of(path: MegaPath | SmallBatchPath) -> list[Callable[[], None]]:
+            return [
+                functools.partial(
+                    path.launch,
+                    rows[call],
+                    ids[call],
+                    scores[call],
+                    *layers[call % len(layers)],
+                    valid,
+                    launch_count,
+                    out,
+                )
+                for call in range(CALLS)
+            ]
+
+        return {DEEP_GEMM: calls_of(self._mega), SMALL_BATCH: calls_of(self._small)}
+
+    def reset(self) -> None:
+        """Zero the mega kernel's buffer. The small-batch kernel keeps no state over launches."""
+        self._mega.reset()
+
+    def close(self) -> None:
+        """Wait for this rank's launches, of both paths, and let go of the buffer."""
+        self._mega.close()

@@ -1,0 +1,183 @@
+"""A context with two paths on a CPU: both compute the recipe, and log what they launch.
+
+The mega kernel's stand-in computes the reference; the small-batch kernel's too, but for 64 columns
+per scale between the GEMMs. So results show, by their bits, which path a call took.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import make_config
+from torch import Tensor
+
+import megamoe_compile as mm
+from megamoe_compile import backends, capability, context
+from megamoe_compile.custom_ops import graph_timing, measured, small_batch_cuda
+from megamoe_compile.custom_ops.errors import BackendUnavailable
+from megamoe_compile.custom_ops.reference import ReferenceRuntime, moe_reference, stage
+
+WHEEL = "0.1.5.post1"
+# Of (deep_gemm, small_batch): small_batch wins at 1 and 4, loses at 8 and 32.
+TIMES = {1: (60.0, 40.0), 4: (100.0, 90.0), 8: (150.0, 160.5), 32: (200.0, 400.0)}
+
+
+class FakeMega(ReferenceRuntime):
+    """DeepGemmRuntime as far as the measured runtime sees it."""
+
+    def __init__(self, machine: Machine, **options: Any) -> None:
+        super().__init__(**options)
+        self.api = types.SimpleNamespace(wheel=machine.wheel)
+        self.warm: set[int] = set()
+        self.closed = False
+        self._log = machine.launched
+
+    def launch(self, x: Tensor, *args: Tensor) -> None:  # type: ignore[override]
+        self._log.append(("deep_gemm", x.shape[0]))
+        self.warm.add(x.shape[0])
+        super().launch(x, *args)
+
+    def warmup(self, token_counts: Any, weights: Any, launch_count: Any) -> None:
+        w = weights()
+        for tokens in sorted({0, *token_counts}):
+            x = torch.zeros(tokens, w[0].shape[2], dtype=torch.bfloat16)
+            ids = torch.full((tokens, 2), -1)
+            zero = torch.zeros(1, dtype=torch.int32)
+            self.launch(x, ids, ids.float(), *w, zero, launch_count, torch.empty_like(x))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class FakeSmallBatch:
+    """SmallBatch: its constructor, its call and `max_tokens`."""
+
+    def __init__(self, machine: Machine, **options: Any) -> None:
+        if machine.small_batch_error is not None:
+            raise machine.small_batch_error
+        machine.small_batch_options = options
+        self.max_tokens = machine.max_tokens
+        self._options = options
+        self._log = machine.launched
+
+    def __call__(
+        self,
+        x: Tensor,
+        scale: None,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        y: Tensor,
+        stream: int,
+    ) -> None:
+        assert scale is None and stream == 0 and x.shape[0] <= self.max_tokens
+        self._log.append(("small_batch", x.shape[0]))
+        o = self._options
+        launch_count += 1
+        experts = o["num_experts"]
+        routing = dict(num_experts=experts, num_local_experts=experts)
+        o["invalid_count"] += stage(x, topk_ids, topk_weights, num_valid, **routing)[-1]
+        y.copy_(
+            moe_reference(
+                *(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale),
+                num_valid=int(num_valid),
+                swiglu_limit=o["swiglu_limit"],
+                routed_scaling_factor=o["routed_scaling_factor"],
+                num_shared_experts=o["num_shared_experts"],
+                intermediate_group=64,
+            )
+        )
+
+
+class Machine:
+    """What the fakes do, and what was asked of them.
+
+    Attributes:
+        times: microseconds by bucket: (deep_gemm, small_batch). max_tokens: of the small kernel.
+        small_batch_error: raised by its constructor. timed: buckets, as they were timed.
+        launched: (path, rows) of every launch. calls: what was timed last, per path.
+        kept: for layers that must live.
+    """
+
+    def __init__(self) -> None:
+        self.times: dict[int, tuple[float, float]] = dict(TIMES)
+        self.max_tokens = 32
+        self.small_batch_error: BackendUnavailable | ValueError | None = None
+        self.small_batch_options: dict[str, Any] = {}
+        self.wheel = WHEEL
+        self.gpu = types.SimpleNamespace(name="NVIDIA H200", multi_processor_count=132)
+        self.timed: list[int] = []
+        self.launched: list[tuple[str, int]] = []
+        self.calls: Mapping[str, Sequence[Any]] = {}
+        self.kept: list[Any] = []
+
+    def time(self, variants: Mapping[str, Sequence[Any]]) -> dict[str, float]:
+        """The timer: runs each call once, as a real one runs it often."""
+        self.calls = variants
+        for calls in variants.values():
+            for call in calls:
+                call()
+        bucket = variants["deep_gemm"][0].args[0].shape[0]
+        self.timed.append(bucket)
+        return dict(zip(("deep_gemm", "small_batch"), self.times[bucket], strict=True))
+
+    def launches_of(self, call: Callable[[], object]) -> list[tuple[str, int]]:
+        """What `call` launches."""
+        del self.launched[:]
+        call()
+        return list(self.launched)
+
+    def make_runtime(
+        self, backend: str, config: Any, device: Any, group: Any, *options: Any
+    ) -> FakeMega:
+        assert backend == "deep_gemm"
+        return FakeMega(
+            self,
+            num_experts=config.num_experts,
+            num_shared_experts=config.num_shared_experts,
+            swiglu_limit=config.swiglu_limit,
+            routed_scaling_factor=config.routed_scaling_factor,
+            device=device,
+            group=group,
+        )
+
+    def install(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
+        """Make the contexts of this process think that they are on an SM90 GPU, on the CPU."""
+        verdict = capability.Capability("deep_gemm", "an SM90 GPU", {})
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        patch.setattr(context, "probe", lambda config, device: verdict)
+        patch.setattr(context, "make_runtime", self.make_runtime)
+        patch.setattr(
+            small_batch_cuda, "SmallBatch", lambda **options: FakeSmallBatch(self, **options)
+        )
+        patch.setattr(measured, "CurrentStream", lambda device: lambda: 0)
+        patch.setattr(measured, "refuse_cold_capture", lambda tokens, warm: None)
+        patch.setattr(graph_timing, "time_in_turn", self.time)
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: self.gpu)
+        assert backends.default_cache_dir().is_relative_to(cache)
+
+
+def make_context(**options: Any) -> mm.MegaMoEContext:
+    paths, num_sms = options.pop("paths", None), options.pop("num_sms", None)
+    config = make_config(**options)
+    return mm.MegaMoEContext(config, device="cpu", paths=paths, num_sms=num_sms)
+
+
+def paths_of(context: mm.MegaMoEContext, *counts: int) -> str:
+    """A letter per count: d for deep_gemm, s for small_batch."""
+    return "".join(context.backend_for(count)[0] for count in counts)
+
+
+def stored_file(tmp_path: Path) -> Path:
+    (file,) = (tmp_path / "megamoe_compile" / "paths").iterdir()
+    return file
