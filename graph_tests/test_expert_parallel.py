@@ -114,6 +114,17 @@ def test_what_is_no_result_is_a_fault() -> None:
     assert not few.faults and few.errors["eager"] == pytest.approx(0.025)
 
 
+def test_ranks_that_share_a_gpu_give_no_times_and_no_chain() -> None:
+    group: Any = None
+    sharing = Place(group, torch.device("cuda", 0), sharing_gpu=True, rows_group=None)
+    assert "share a GPU" in (expert_parallel.no_timing(sharing) or "")
+    alone = Place(group, torch.device("cuda", 0), sharing_gpu=False, rows_group=group)
+    assert expert_parallel.no_timing(alone) is None
+    findings, experts = Findings(), argparse.Namespace(ranks=sharing)
+    expert_parallel_check._check_chain(experts, findings)  # type: ignore[arg-type]
+    assert findings.left_out == {"chain": "NCCL refuses two ranks on one GPU"}
+
+
 # -- the table, with stand-ins for what only a GPU can do ------------------------------------------
 
 
