@@ -15,12 +15,13 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import megamoe_compile as mm
@@ -49,18 +50,25 @@ class Bench:
     layers: list[mm.MegaMoE]
 
     @classmethod
-    def make(cls, config: mm.MegaMoEConfig) -> Bench:
-        context = mm.MegaMoEContext(config, device="cuda")
-        return cls(config, context, [random_layer(context) for _ in range(WEIGHT_SETS)])
+    def make(
+        cls,
+        config: mm.MegaMoEConfig,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cuda",
+        weight_sets: int = WEIGHT_SETS,
+    ) -> Bench:
+        context = mm.MegaMoEContext(config, group, device)
+        return cls(config, context, [random_layer(context) for _ in range(weight_sets)])
 
     def inputs(self, tokens: int, calls: int = CALLS) -> list[Inputs]:
         """For each call its own rows, and one routing for all."""
-        scores = torch.rand(tokens, self.config.num_experts, device="cuda")
+        device = self.context.device
+        scores = torch.rand(tokens, self.config.num_experts, device=device)
         weights, ids = scores.topk(self.config.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         shape = (tokens, self.config.hidden_size)
         return [
-            (torch.randn(shape, device="cuda").bfloat16(), ids.int(), weights) for _ in range(calls)
+            (torch.randn(shape, device=device).bfloat16(), ids.int(), weights) for _ in range(calls)
         ]
 
     def pairs(self, inputs: list[Inputs]) -> list[tuple[Inputs, mm.MegaMoE]]:
@@ -74,13 +82,13 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
     e, h, i = geometry.num_rows, geometry.hidden_size, geometry.padded_intermediate_size
 
     def fp8(*shape: int) -> Tensor:
-        out = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+        out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=context.device)
         for expert in out:
-            expert.copy_(torch.randn(expert.shape, device="cuda") * 64)
+            expert.copy_(torch.randn(expert.shape, device=context.device) * 64)
         return out
 
     def scale(rows: int, columns: int, fan_in: int) -> Tensor:
-        return (0.5 + torch.rand(e, rows // 128, columns // 128, device="cuda")) / (
+        return (0.5 + torch.rand(e, rows // 128, columns // 128, device=context.device)) / (
             64 * fan_in**0.5
         )
 
@@ -101,7 +109,7 @@ def raw_calls(bench: Bench) -> tuple[Callable[..., Any], Callable[..., Any]]:
     symmetric = SimpleNamespace(
         buffer=runtime.buffer.tensor,
         handle=SimpleNamespace(buffer_ptrs=runtime.buffer.pointers),
-        group=SimpleNamespace(rank=lambda: 0),
+        group=SimpleNamespace(rank=lambda: bench.context.rank),
         num_max_tokens_per_rank=buffer.capacity,
         num_experts=bench.config.num_experts,
         num_topk=bench.config.top_k,
@@ -242,25 +250,39 @@ def host(bench: Bench) -> dict[str, float]:
     return times
 
 
-def plot(rows: list[dict[str, Any]], path: Path) -> None:
+def plot(
+    rows: list[dict[str, Any]],
+    path: Path,
+    panel: tuple[str, str] = ("local_experts", "{} local experts"),
+    lines: Sequence[tuple[str, str]] = LINES,
+    xlabel: str = "tokens",
+) -> None:
+    """path.png: a panel for each value of a column, and in it time against tokens.
+
+    Args:
+        panel: the column, and the title with the value in it. lines: columns and their styles; one
+            without any value is left out.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    groups = sorted({row["local_experts"] for row in rows})
+    column, title = panel
+    groups = list(dict.fromkeys(row[column] for row in rows))
     figure, axes = pyplot.subplots(1, len(groups), figsize=(5 * len(groups), 4), squeeze=False)
-    for axis, experts in zip(axes[0], groups, strict=True):
-        mine = [row for row in rows if row["local_experts"] == experts]
+    for axis, value in zip(axes[0], groups, strict=True):
+        mine = [row for row in rows if row[column] == value]
         tokens = [row["tokens"] for row in mine]
-        for key, style in LINES:
-            axis.plot(tokens, [row[key] for row in mine], style, label=key.removesuffix("_us"))
+        for key, style in lines:
+            if any(row[key] is not None for row in mine):
+                axis.plot(tokens, [row[key] for row in mine], style, label=key.removesuffix("_us"))
         axis.set(
             xscale="log",
             yscale="log",
-            xlabel="tokens",
+            xlabel=xlabel,
             ylabel="us per layer",
-            title=f"{experts} local experts",
+            title=title.format(value),
         )
         axis.legend()
     figure.tight_layout()

@@ -49,9 +49,17 @@ def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
 
 
 def time_variants(
-    variants: Mapping[str, Sequence[Callable[[], object]]], rounds: int = 30
+    variants: Mapping[str, Sequence[Callable[[], object]]],
+    rounds: int = 30,
+    align: Callable[[], object] | None = None,
+    slowest: Callable[[dict[str, list[float]]], dict[str, list[float]]] | None = None,
 ) -> dict[str, Timing]:
-    """Time each variant's calls, replayed in turn. Outputs of a call die with the graph pool."""
+    """Time each variant's calls, replayed in turn. Outputs of a call die with the graph pool.
+
+    Args:
+        align: of several ranks: queued before each timed replay, so that all ranks start together.
+        slowest: of several ranks: from this rank's times of each round to those of the slowest.
+    """
     graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for graph, _ in graphs.values():
@@ -60,11 +68,15 @@ def time_variants(
     for _ in range(rounds):
         for name, (graph, calls) in graphs.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            if align is not None:
+                align()
             start.record()
             graph.replay()
             end.record()
             end.synchronize()
             samples[name].append(start.elapsed_time(end) * 1000 / calls)
+    if slowest is not None:
+        samples = slowest(samples)
     result = {}
     for name, values in samples.items():
         low, _, high = statistics.quantiles(values, n=4)
@@ -136,9 +148,11 @@ def write_results(path: Path, data: Mapping[str, Any], table: str) -> None:
 
 
 def markdown(rows: Sequence[Mapping[str, object]]) -> str:
-    """A Markdown table of rows with the same keys; floats with three significant digits."""
+    """A Markdown table of rows with the same keys; floats with four digits, None as a dash."""
 
     def cell(value: object) -> str:
+        if value is None:
+            return "-"
         return f"{value:.4g}" if isinstance(value, float) else str(value)
 
     names = list(rows[0])

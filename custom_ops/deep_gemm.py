@@ -86,27 +86,30 @@ def wheel_problem(wheel: str | None, torch_version: str) -> str | None:
 def shape_problem(
     wheel: str, hidden_size: int, intermediate_size: int, num_slots: int, ep_size: int
 ) -> str | None:
-    """What the kernel refuses about a shape (intermediate_size as padded), or None."""
+    """What the kernel refuses about a shape (intermediate_size as padded), or None.
+
+    The probe adds which backend runs it all the same.
+    """
     if hidden_size % HIDDEN_ALIGNMENT:
         return mismatch(
             "hidden_size",
             f"a multiple of {HIDDEN_ALIGNMENT} ({DISTRIBUTION} {wheel})",
             hidden_size,
-            "backend='reference' runs it, slowly.",
+            "The kernel takes no other.",
         )
     if intermediate_size > MAX_INTERMEDIATE or intermediate_size % INTERMEDIATE_ALIGNMENT:
         return mismatch(
             "padded intermediate_size",
             f"a multiple of {INTERMEDIATE_ALIGNMENT}, at most {MAX_INTERMEDIATE}",
             intermediate_size,
-            "backend='reference' runs it, slowly.",
+            "The kernel takes no other.",
         )
     if num_slots > 32 or ep_size > 72:
         return mismatch(
             "(top_k + num_shared_experts, ranks)",
             "at most (32, 72)",
             (num_slots, ep_size),
-            "backend='reference' runs it, slowly.",
+            "The kernel takes no other.",
         )
     return None
 

@@ -150,6 +150,23 @@ def test_the_step_compiles_to_one_graph_for_all_sizes() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
+def test_no_attention_kernel_is_chosen_in_a_step() -> None:
+    """torch 2.11 cannot trace the choice for a batch of unknown size."""
+    step, _ = make_step()
+    chosen: list[tuple[bool, ...]] = []
+
+    def look(*_: Any) -> None:
+        sdp = torch.backends.cuda
+        kernels = (sdp.flash_sdp_enabled, sdp.mem_efficient_sdp_enabled, sdp.cudnn_sdp_enabled)
+        chosen.append((*(enabled() for enabled in kernels), sdp.math_sdp_enabled()))
+
+    step.model.register_forward_pre_hook(look)
+    run(step, [0], [0], [0])
+    look()
+    assert chosen[0] == (False, False, False, True)
+    assert chosen[1] != chosen[0], "the step leaves the setting of the process as it was"
+
+
 def test_cache_is_allocated_before_compilation() -> None:
     step, _ = make_step()
     with pytest.raises(Exception, match="Call the step once eagerly"):

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from gpu_ranks import whole_numbers
 from helpers import make_layer, outcome, random_inputs, refuses
 from step_helpers import WORLDS, Ranks, plan_of
 from torch import Tensor
@@ -264,3 +265,18 @@ def exchange_steps(rank: int, world_size: int, folder: str) -> None:
 @WORLDS
 def test_s25_exchanges_back_to_back(ranks: Ranks, tmp_path: Path, world_size: int) -> None:
     ranks(world_size).run(exchange_steps, str(tmp_path))
+
+
+def test_whole_numbers_of_the_gpu_tests_are_exact_and_differ() -> None:
+    """Sums over 8 ranks are exact in bf16, in any order; rows that come from elsewhere show."""
+    rows: set[tuple[float, ...]] = set()
+    for step in range(40):
+        ranks = [whole_numbers(rank, 33, step, "cpu") for rank in range(8)]
+        total = sum(
+            ((rank + 1) * x for rank, x in enumerate(ranks)), torch.zeros(33, 64).bfloat16()
+        )
+        exact = sum((rank + 1) * x.int() for rank, x in enumerate(ranks))
+        assert torch.equal(total.int(), torch.as_tensor(exact))
+        assert all(int(x.max()) == 7 and len(x.unique(dim=1)[0]) == 64 for x in ranks)
+        rows |= {tuple(row.tolist()) for x in ranks for row in x}
+    assert len(rows) == 40 * 8 * 33

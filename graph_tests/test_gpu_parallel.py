@@ -6,39 +6,35 @@ with a GPU per rank they go through NCCL too.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import (
-    Inputs,
-    RankPool,
-    assert_close,
-    assert_same,
-    make_config,
-    outcome,
-    random_checkpoint,
-    random_inputs,
+from gpu_ranks import (
+    DEVICE,
+    KEPT,
+    LIMIT,
+    SHAPE,
+    check,
+    inputs_of,
+    jitter,
+    layer_with,
+    named,
+    ranks_on_one_gpu,
+    whole_numbers,
 )
+from helpers import RankPool, assert_close, assert_same, make_config, outcome
 from torch import Tensor
 
 import megamoe_compile as mm
 from megamoe_compile.context import ALL_VALID
-from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference
-from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multirank, pytest.mark.timeout(420)]
 
-SHAPE: dict[str, Any] = dict(
-    hidden_size=512, intermediate_size=256, num_experts=16, top_k=4, max_tokens_per_rank=128
-)
+CAPACITY = 128
 BUCKETS = [1, 8, 32]
-NAMES = ("hidden_states", "topk_ids", "topk_weights")
-LIMIT = 240  # seconds for one scenario on all ranks, compilations included
-KEPT: dict[str, Any] = {}  # of a rank's process, between scenarios
 plan_of = mm.StepPlan.from_counts
 
 
@@ -46,76 +42,26 @@ plan_of = mm.StepPlan.from_counts
 def pool(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[RankPool]:
-    made = RankPool(
-        request.param, tmp_path_factory.mktemp("ranks"), environment={OVERLAP_VARIABLE: "1"}
-    )
+    made = ranks_on_one_gpu(request.param, tmp_path_factory.mktemp("ranks"))
     yield made
     made.close()
 
 
-# -- what the ranks' processes share --------------------------------------------------------------
-
-
 def _layer(**changes: Any) -> mm.MegaMoE:
-    """One context and layer per process and configuration; rebuilt after a restart."""
-    key = repr(changes)
-    if key not in KEPT:
-        config = make_config(**{**SHAPE, **changes})
-        context = mm.MegaMoEContext(config, dist.group.WORLD, "cuda:0")
-        layer = mm.MegaMoE(context)
-        layer.load_weights(*random_checkpoint(config))
-        context.warmup([*BUCKETS, config.max_tokens_per_rank])
-        KEPT[key] = layer
-    return KEPT[key]  # type: ignore[no-any-return]
+    return layer_with([*BUCKETS, CAPACITY], max_tokens_per_rank=CAPACITY, **changes)
 
 
 def _exchange(context: mm.MegaMoEContext, group: Any = None, name: str = "world") -> Any:
     if name not in KEPT:
         KEPT[name] = mm.SymmetricExchange(
-            256, 2048, device="cuda:0", group=group or dist.group.WORLD, order=context.launch_count
+            256, 2048, device=DEVICE, group=group or dist.group.WORLD, order=context.launch_count
         )
     return KEPT[name]
 
 
-def _inputs(rank: int, tokens: int, seed: int) -> Inputs:
-    return random_inputs(make_config(**SHAPE), tokens, seed=seed * 100 + rank, device="cuda")
-
-
-def _named(inputs: Inputs) -> dict[str, Tensor]:
-    return dict(zip(NAMES, inputs, strict=True))
-
-
-def _check(layer: mm.MegaMoE, inputs: Inputs, y: Tensor, what: str) -> None:
-    """Against all experts on one rank; no rank needs the others for it."""
-    assert y.shape == inputs[0].shape, what
-    if "all" not in KEPT:
-        checkpoint = random_checkpoint(make_config(**SHAPE))
-        w13 = torch.stack([interleave_gate_up(w) for w in checkpoint.w13])
-        assert checkpoint.w13_scale is not None and checkpoint.w2_scale is not None
-        weights = (w13, checkpoint.w13_scale, checkpoint.w2, checkpoint.w2_scale)
-        KEPT["all"] = tuple(t.cuda() for t in weights)
-    if y.shape[0]:
-        group = layer.context._runtime.intermediate_group  # type: ignore[union-attr]
-        want = moe_reference(*inputs, *KEPT["all"], intermediate_group=group)
-        assert_close(y, want, 0.03 if y.shape[0] < 8 else 0.02, what)
-
-
-def _jitter(rank: int, step: int, world_size: int) -> None:
-    """One rank comes late, on the device and on the host; another one each time."""
-    if step % world_size == rank:
-        torch.cuda._sleep(20_000_000)
-        time.sleep(0.01)
-
-
 def _agree(tokens: int, **options: Any) -> mm.StepPlan:
-    options = {"buckets": BUCKETS, "capacity": SHAPE["max_tokens_per_rank"], **options}
+    options = {"buckets": BUCKETS, "capacity": CAPACITY, **options}
     return mm.StepPlan.agree(tokens, dist.group.WORLD, **options)
-
-
-def _numbers(rank: int, rows: int, step: int) -> Tensor:
-    """Small whole numbers, exact in bf16 and in sums over ranks."""
-    column = torch.arange(rows * 64, device="cuda").view(rows, 64) % 5
-    return (column + 8 * rank + step % 7).bfloat16()
 
 
 # -- gathers through symmetric memory -------------------------------------------------------------
@@ -130,13 +76,13 @@ def exchange_scenario(rank: int, world_size: int) -> None:
         counts = torch.randint(0, 33, (world_size,), generator=generator).tolist()
         mode = ("max_len", "sum_len")[step % 2]
         plan = plan_of(counts, rank, [32], mode=mode)  # type: ignore[arg-type]
-        _jitter(rank, step, world_size)
-        gathered = mm.dp_gather(plan.pad(_numbers(rank, counts[rank], step)), plan, exchanged)
+        jitter(rank, step, world_size)
+        gathered = mm.dp_gather(plan.pad(whole_numbers(rank, counts[rank], step)), plan, exchanged)
         summed = mm.dp_scatter(gathered * (rank + 1), plan, exchanged, reduce=True)
         kept.append((plan, gathered, summed, step))
     total = world_size * (world_size + 1) // 2
     for plan, gathered, summed, step in kept:
-        rows = [_numbers(r, n, step) for r, n in enumerate(plan.tokens_per_rank)]
+        rows = [whole_numbers(r, n, step) for r, n in enumerate(plan.tokens_per_rank)]
         assert_same(gathered[plan.real_rows("cuda")], torch.cat(rows), f"step {step}")
         assert_same(summed[: plan.num_tokens], rows[rank] * total, f"step {step}")
         assert not summed[plan.num_tokens :].any()
@@ -146,7 +92,7 @@ def replayed_exchange_scenario(rank: int, world_size: int) -> None:
     """An odd number of exchanges in a graph, replayed with other rows, one rank late."""
     exchanged = _exchange(_layer().context)
     plan = mm.StepPlan.of_bucket(8, world_size, rank)
-    x = _numbers(rank, 8, 0)
+    x = whole_numbers(rank, 8, 0)
     count = torch.tensor([8], dtype=torch.int32, device="cuda")
 
     def step() -> tuple[Tensor, Tensor]:
@@ -164,15 +110,15 @@ def replayed_exchange_scenario(rank: int, world_size: int) -> None:
         together, summed = step()
     kept = []
     for turn in range(20):
-        _jitter(rank, turn, world_size)
-        x.copy_(_numbers(rank, 8, turn))
+        jitter(rank, turn, world_size)
+        x.copy_(whole_numbers(rank, 8, turn))
         count.fill_(turn % 9)
         graph.replay()
         kept.append((together.clone(), summed.clone()))
         if turn % 5 == 0:  # eager calls between replays
             mm.dp_gather(x, plan, exchanged)
     for turn, (whole, own) in enumerate(kept):
-        rows = [_numbers(r, 8, turn) * world_size for r in range(world_size)]
+        rows = [whole_numbers(r, 8, turn) * world_size for r in range(world_size)]
         for part in rows:
             part[turn % 9 :] = 0
         assert_same(own, rows[rank], f"replay {turn}")
@@ -195,16 +141,16 @@ def compiled_exchange_scenario(rank: int, world_size: int) -> None:
         return y, own + mean / world_size
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    example = _named(_inputs(rank, 2, 0))
+    example = named(inputs_of(rank, 2, 0))
     runner = mm.GraphRunner(compiled, example, BUCKETS, context, with_plan=True)
     runner.capture()
     for seed, counts in enumerate([[3, 0], [8, 8], [0, 0], [1, 0], [32, 5], [0, 7], [2, 2]]):
         counts = (counts * world_size)[:world_size]
         plan = _agree(counts[rank])
-        inputs = _inputs(rank, counts[rank], seed)
-        _jitter(rank, seed, world_size)
-        y, doubled = runner(plan=plan, **_named(inputs))
-        _check(layer, inputs, y, f"{counts}")
+        inputs = inputs_of(rank, counts[rank], seed)
+        jitter(rank, seed, world_size)
+        y, doubled = runner(plan=plan, **named(inputs))
+        check(layer, inputs, y, f"{counts}")
         assert_close(doubled, inputs[0] * 2, 0.01, f"{counts}")
 
 
@@ -215,7 +161,7 @@ def random_steps_scenario(rank: int, world_size: int) -> None:
     """S01, S04, S36: replays and eager steps as the plan says, zeros and ones often."""
     layer = _layer()
     context = layer.context
-    runner = mm.GraphRunner(layer, _named(_inputs(rank, 2, 0)), BUCKETS, context)
+    runner = mm.GraphRunner(layer, named(inputs_of(rank, 2, 0)), BUCKETS, context)
     runner.capture()
     generator = torch.Generator().manual_seed(1)
     start = int(context.launch_count)
@@ -225,11 +171,11 @@ def random_steps_scenario(rank: int, world_size: int) -> None:
         counts[kind < 0.4] = 0
         counts[(kind >= 0.4) & (kind < 0.5)] = 1
         plan = _agree(int(counts[rank]))
-        inputs = _inputs(rank, plan.num_tokens, step)
+        inputs = inputs_of(rank, plan.num_tokens, step)
         if step % 7 == 0:
-            _jitter(rank, step, world_size)
-        y = runner(plan=plan) if plan.is_idle else runner(plan=plan, **_named(inputs))
-        _check(layer, inputs, y, f"step {step}: {plan}")
+            jitter(rank, step, world_size)
+        y = runner(plan=plan) if plan.is_idle else runner(plan=plan, **named(inputs))
+        check(layer, inputs, y, f"step {step}: {plan}")
     assert int(context.launch_count) == start + 200
     assert int(context.num_valid) == ALL_VALID
 
@@ -239,19 +185,19 @@ def refused_scenario(rank: int, world_size: int) -> list[str]:
     layer = _layer()
     context = layer.context
     runner = mm.GraphRunner(
-        layer, _named(_inputs(rank, 2, 0)), BUCKETS, context, verify=dist.group.WORLD
+        layer, named(inputs_of(rank, 2, 0)), BUCKETS, context, verify=dist.group.WORLD
     )
     runner.capture()
     before = int(context.launch_count)
     plan = _agree(4)
-    bad = _inputs(rank, 4 - (rank == 1), 0)
-    texts = [outcome(lambda: runner(plan=plan, **_named(bad)))]
+    bad = inputs_of(rank, 4 - (rank == 1), 0)
+    texts = [outcome(lambda: runner(plan=plan, **named(bad)))]
     over = _agree(129 if rank == 0 else 1)
-    inputs = _inputs(rank, over.num_tokens, 0)
-    texts.append(outcome(lambda: runner(plan=over, **_named(inputs))))
+    inputs = inputs_of(rank, over.num_tokens, 0)
+    texts.append(outcome(lambda: runner(plan=over, **named(inputs))))
     assert int(context.launch_count) == before
-    good = _inputs(rank, 4, 1)
-    _check(layer, good, runner(plan=plan, **_named(good)), "after refusals")
+    good = inputs_of(rank, 4, 1)
+    check(layer, good, runner(plan=plan, **named(good)), "after refusals")
     return texts
 
 
@@ -259,19 +205,19 @@ def chunked_scenario(rank: int, world_size: int) -> None:
     """S11: as many chunks on every rank, those without rows too; equal to one launch."""
     layer = _layer(over_capacity="chunk")
     context = layer.context
-    runner = mm.GraphRunner(layer, _named(_inputs(rank, 2, 0)), BUCKETS, context)
+    runner = mm.GraphRunner(layer, named(inputs_of(rank, 2, 0)), BUCKETS, context)
     runner.capture()
     for seed, counts in enumerate([[300, 0], [1, 129], [0, 8], [257, 256], [128, 128]]):
         counts = (counts * world_size)[:world_size]
         plan = _agree(counts[rank])
-        inputs = _inputs(rank, counts[rank], seed)
+        inputs = inputs_of(rank, counts[rank], seed)
         before = int(context.launch_count)
-        y = runner(plan=plan, **_named(inputs))
+        y = runner(plan=plan, **named(inputs))
         launches = 1 if plan.bucket else -(-max(counts) // 128)
         assert int(context.launch_count) == before + launches
-        _check(layer, inputs, y, f"{counts}")
+        check(layer, inputs, y, f"{counts}")
     before = int(context.launch_count)
-    assert "context.step(plan)" in outcome(lambda: layer(*_inputs(rank, 3, 0)))
+    assert "context.step(plan)" in outcome(lambda: layer(*inputs_of(rank, 3, 0)))
     assert int(context.launch_count) == before
 
 
@@ -280,16 +226,16 @@ def unsynchronized_scenario(rank: int, world_size: int) -> None:
     layer = _layer()
     context = layer.context
     exchanged = _exchange(context)
-    runner = mm.GraphRunner(layer, _named(_inputs(rank, 2, 0)), BUCKETS, context)
+    runner = mm.GraphRunner(layer, named(inputs_of(rank, 2, 0)), BUCKETS, context)
     runner.capture()
-    inputs = _inputs(rank, 3, 0)
+    inputs = inputs_of(rank, 3, 0)
     count = torch.tensor([2], dtype=torch.int32, device="cuda")
     plans = [plan_of([3] * world_size, rank, BUCKETS), plan_of([3] * world_size, rank)]
     dense = plan_of([3] * world_size, rank, mode="sum_len")
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        results = [runner(plan=plan, **_named(inputs)) for plan in plans]
+        results = [runner(plan=plan, **named(inputs)) for plan in plans]
         with context.step(plans[1]):
             masked = layer(*inputs, num_valid=count)
         for plan in (plans[1], dense):
@@ -298,7 +244,7 @@ def unsynchronized_scenario(rank: int, world_size: int) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for y in results:
-        _check(layer, inputs, y, "without synchronization")
+        check(layer, inputs, y, "without synchronization")
     assert masked.any(dim=1).tolist() == [True, True, False]
     assert_same(back, inputs[0])
 
@@ -320,14 +266,14 @@ def tensor_parallel_scenario(rank: int, world_size: int) -> None:
 
     context.warmup([1, 4, 16])
     for call in (step, torch.compile(step, fullgraph=True, dynamic=True)):
-        runner = mm.GraphRunner(call, _named(_inputs(rank, 2, 0)), BUCKETS, context)
+        runner = mm.GraphRunner(call, named(inputs_of(rank, 2, 0)), BUCKETS, context)
         runner.capture()
         for seed, counts in enumerate([(1, 0), (3, 5), (0, 0), (8, 7), (31, 1), (40, 33)]):
             own = counts[rank // 2 % 2]
-            inputs = _inputs(100 + rank // 2, own, seed)
-            _jitter(rank, seed, world_size)
-            y = runner(plan=_agree(own, attn_tp=2), **_named(inputs))
-            _check(layer, inputs, y, f"{counts}")
+            inputs = inputs_of(100 + rank // 2, own, seed)
+            jitter(rank, seed, world_size)
+            y = runner(plan=_agree(own, attn_tp=2), **named(inputs))
+            check(layer, inputs, y, f"{counts}")
 
 
 SCENARIOS = [
@@ -362,7 +308,7 @@ def nccl_scenario(rank: int, world_size: int) -> None:
     torch.cuda.set_device(rank)
     device = torch.device("cuda", rank)
     group = dist.new_group(backend="nccl")
-    context = mm.MegaMoEContext(make_config(**SHAPE), group, device)
+    context = mm.MegaMoEContext(make_config(**SHAPE, max_tokens_per_rank=CAPACITY), group, device)
 
     def step(x: Tensor, plan: mm.StepPlan) -> tuple[Tensor, Tensor]:
         gathered = mm.dp_gather(x, plan, group)
@@ -373,20 +319,22 @@ def nccl_scenario(rank: int, world_size: int) -> None:
     refused = outcome(lambda: mm.StepPlan.agree(1, group, BUCKETS))
     assert refused.startswith("ValueError: group") and "backend='gloo'" in refused
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
-    runner = mm.GraphRunner(compiled, {"x": _numbers(rank, 4, 0)}, BUCKETS, context, with_plan=True)
+    runner = mm.GraphRunner(
+        compiled, {"x": whole_numbers(rank, 4, 0)}, BUCKETS, context, with_plan=True
+    )
     runner.capture()
     for seed, counts in enumerate([[3, 0], [8, 8], [0, 0], [1, 31]] * 2):
         counts = (counts * world_size)[:world_size]
         plan = _agree(counts[rank])
-        x = _numbers(rank, counts[rank], seed)
-        _jitter(rank, seed, world_size)
+        x = whole_numbers(rank, counts[rank], seed)
+        jitter(rank, seed, world_size)
         summed, whole = runner(plan=plan, x=x)
         assert_same(summed, x * world_size, f"{counts}")
         assert whole.shape[0] == world_size * (plan.bucket or 0)
         for mode in ("max_len", "sum_len"):
             eager = plan_of(counts, rank, mode=mode)  # type: ignore[arg-type]
             gathered = mm.dp_gather(eager.pad(x), eager, group)
-            rows = [_numbers(r, n, seed) for r, n in enumerate(counts)]
+            rows = [whole_numbers(r, n, seed) for r, n in enumerate(counts)]
             assert_same(gathered[eager.real_rows(device)], torch.cat(rows), f"{mode} {counts}")
     context.close()
 

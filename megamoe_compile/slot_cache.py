@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .custom_ops.errors import MegaMoEError, mismatch
 
@@ -135,7 +136,10 @@ class DecodeStep(nn.Module):
         dtype = next(self.model.parameters()).dtype
         mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
         view = SlotView(self.cache, slots, positions)
-        output = self.model(input_ids.view(rows, self.width), mask, positions, view)
+        # Choosing among the attention kernels asks whether the batch is 1: torch 2.11 cannot trace
+        # that for a batch of unknown size. The plain one, of matmuls in fp32, asks nothing.
+        with sdpa_kernel(SDPBackend.MATH):
+            output = self.model(input_ids.view(rows, self.width), mask, positions, view)
         logits = output.logits.flatten(0, 1)
         return logits, logits.argmax(-1)
 
