@@ -100,7 +100,6 @@ class SmallBatchPath:
                 require(False, "stride of the weights", "contiguous", weight.stride(), "Copy them.")
         self._kernel(
             x,
-            None,
             topk_ids,
             topk_weights,
             num_valid,
