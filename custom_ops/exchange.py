@@ -72,6 +72,10 @@ class SymmetricTransport:
             total += part
         out.view(-1).copy_(total)
 
+    def reset(self) -> None:
+        """Zero the buffers. Collective; every rank must have stopped launching."""
+        self._buffer.reset()
+
     def _exchange(self, parts: list[Tensor]) -> Tensor:
         """parts[r], uint8 [n], goes to rank r; -> uint8 [R, n], what came from each rank."""
         self._buffer.barrier()

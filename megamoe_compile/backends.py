@@ -8,13 +8,14 @@ import torch
 import torch.distributed as dist
 
 from .config import BLOCK, MegaMoEConfig
-from .custom_ops.errors import BackendUnavailable
 from .custom_ops.reference import ReferenceRuntime
+from .custom_ops.triton_runtime import StepRows
 
 if TYPE_CHECKING:
     from .custom_ops.deep_gemm import DeepGemmRuntime
+    from .custom_ops.triton_runtime import TritonRuntime
 
-    AnyRuntime = ReferenceRuntime | DeepGemmRuntime
+    AnyRuntime = ReferenceRuntime | DeepGemmRuntime | TritonRuntime
 
 
 def intermediate_alignment(backend: str) -> int:
@@ -32,8 +33,13 @@ def make_runtime(
     device: torch.device,
     group: dist.ProcessGroup | None,
     num_sms: int | None,
+    step_rows: StepRows,
 ) -> AnyRuntime:
-    """Build the backend's runtime, symmetric buffer included. Collective over the group."""
+    """Build the backend's runtime, symmetric buffer included. Collective over the group.
+
+    Args:
+        step_rows: what the context says about the step in force, for a runtime that asks.
+    """
     if backend == "reference":
         return ReferenceRuntime(
             num_experts=config.num_experts,
@@ -59,4 +65,18 @@ def make_runtime(
             group=group,
             num_sms=num_sms,
         )
-    raise BackendUnavailable(f"backend {backend!r} is not built yet")
+    from .custom_ops.triton_runtime import TritonRuntime
+
+    return TritonRuntime(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.padded_intermediate_size(intermediate_alignment(backend)),
+        num_experts=config.num_experts,
+        num_shared_experts=config.num_shared_experts,
+        top_k=config.top_k,
+        capacity=config.max_tokens_per_rank,
+        swiglu_limit=config.swiglu_limit,
+        routed_scaling_factor=config.routed_scaling_factor,
+        device=device,
+        group=group,
+        step_rows=step_rows,
+    )

@@ -22,6 +22,7 @@ from .custom_ops.errors import (
     mismatch,
 )
 from .custom_ops.library import register_runtime
+from .custom_ops.triton_runtime import StepRows
 from .step_plan import StepPlan
 from .weights import PreparedWeights, WeightGeometry
 
@@ -90,13 +91,14 @@ class MegaMoEContext:
             alignment=intermediate_alignment(self.backend),
             device=self.device,
         )
+        self._step_rows = StepRows()
         # Normal tensors even if the caller is in inference mode: graphs made outside it mutate
         # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
             self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
             self._runtime: AnyRuntime | None = make_runtime(
-                self.backend, config, self.device, self.group, num_sms
+                self.backend, config, self.device, self.group, num_sms, self._step_rows
             )
         self.buffer_bytes = self._runtime.buffer_bytes
         for tensor in (self.launch_count, self.num_valid):
@@ -218,11 +220,13 @@ class MegaMoEContext:
             CapacityError: the same on every rank, before any launch: a rank of the plan is over
             max_tokens_per_rank, and over_capacity is "error". ValueError: a plan of other ranks.
         """
-        before, self._chunks = self._chunks, self.launches_per_call(plan)
+        before = self._chunks, self._step_rows.rows
+        self._chunks = self.launches_per_call(plan)
+        self._step_rows.rows = None if plan.bucket is None else plan.padded_tokens
         try:
             yield
         finally:
-            self._chunks = before
+            self._chunks, self._step_rows.rows = before
 
     def launches_per_call(self, plan: StepPlan) -> int:
         """Launches of one layer call in an eager step of `plan`; the errors of `step`."""
