@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CapacityError, MegaMoEError, NotWarmedUp, mismatch
+from .errors import CapacityError, ContextClosed, MegaMoEError, NotWarmedUp, mismatch
 from .exchange import SymmetricTransport, Transport
 from .reference import BLOCK
 from .symmetric import agree, check_peers, ranks_on_my_device, this_peer
@@ -109,7 +109,7 @@ class TritonRuntime:
     Args:
         intermediate_size: padded to a multiple of 128. capacity: tokens per rank.
         step_rows: told by the context; see `_rows`.
-        fp8_dot: multiply e4m3 as it is, or as fp16; None for what the GPU can do.
+        gpu: what to choose tiles for; default: the device.
 
     Raises:
         BackendUnavailable: on every rank, where ranks cannot exchange rows.
@@ -132,7 +132,7 @@ class TritonRuntime:
         device: torch.device,
         group: dist.ProcessGroup | None = None,
         step_rows: StepRows | None = None,
-        fp8_dot: bool | None = None,
+        gpu: Device | None = None,
     ) -> None:
         self._kernels = agree(group, "importing the Triton kernels", _import_kernels)
         self.device = device
@@ -146,7 +146,7 @@ class TritonRuntime:
         local = num_experts // self.world_size
         self._experts = local + num_shared_experts
         self._first_expert = self.rank * self._experts
-        self._device = Device.of(device, fp8_dot)
+        self._gpu = gpu or Device.of(device)
         self._step_rows = step_rows or StepRows()
         self._limit, self._scaling = swiglu_limit, routed_scaling_factor
         self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
@@ -158,6 +158,7 @@ class TritonRuntime:
         self.buffer_bytes = agree(group, "allocating the workspaces", self._allocate)
         self._constants = self._make_constants(num_experts, local, num_shared_experts)
         self._warm: set[tuple[int, int]] = set()
+        self._closed = False
 
     def _allocate(self) -> int:
         """Workspaces for the capacity, whatever the routing. Returns their bytes."""
@@ -202,7 +203,7 @@ class TritonRuntime:
             "INTERMEDIATE": self._intermediate,
             "EXPERTS": self._experts,
             "EXPERTS_P2": _power_of_two(self._experts),
-            "FP8_DOT": self._device.fp8_dot,
+            "FP8_DOT": self._gpu.fp8_dot,
         }
         groups = min(8, _power_of_two(hidden // BLOCK))
         self._stage_parts = -(-(hidden // BLOCK) // groups)
@@ -249,7 +250,7 @@ class TritonRuntime:
 
     def _tiling_of(self, rows: int) -> Tiling:
         return Tiling.of(
-            rows * self._slots, self._experts, self._hidden, self._intermediate, self._device
+            rows * self._slots, self._experts, self._hidden, self._intermediate, self._gpu
         )
 
     # -- a launch ---------------------------------------------------------------------------------
@@ -268,6 +269,12 @@ class TritonRuntime:
         out: Tensor,
     ) -> None:
         """See `library.Runtime`. A number of rows that was never launched may compile here."""
+        if self._closed:
+            raise ContextClosed(
+                mismatch(
+                    "context of the launch", "open", "closed", "Keep it open while its graphs run."
+                )
+            )
         rows = self._rows(x.shape[0])
         if self.device.type == "cuda":
             self._check_cuda(x.shape[0], rows)
@@ -368,7 +375,7 @@ class TritonRuntime:
     ) -> None:
         """This rank's experts on `rows` staged rows: the sum over slots, in the dtype of out."""
         tiling, constants, kernels = self._tiling(rows), self._constants, self._kernels
-        operand = torch.float8_e4m3fn if self._device.fp8_dot else torch.uint8
+        operand = torch.float8_e4m3fn if self._gpu.fp8_dot else torch.uint8
         x, x_scale, ids, routing = self._record.views(self._gathered, operand)
         places = rows * self._slots
         kernels.group_kernel[(self._experts,)](
@@ -473,7 +480,7 @@ class TritonRuntime:
         """Wait for this rank's launches, then let go of the workspaces. Never waits for a peer."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-        self._transport = None
+        self._closed, self._transport = True, None
         for name, value in list(vars(self).items()):
             if isinstance(value, Tensor):
                 delattr(self, name)

@@ -18,25 +18,29 @@ MAX_SPLITS = 4
 
 @dataclasses.dataclass(frozen=True)
 class Device:
-    """What the choice of tiles depends on."""
+    """What the choice of tiles depends on.
+
+    Attributes:
+        shared_memory: bytes that one program may take.
+        fp8_dot: multiply e4m3 as it is, or as fp16.
+    """
 
     num_sms: int
-    shared_memory: int  # bytes that one program may take
+    shared_memory: int
     fp8_dot: bool
 
     @classmethod
-    def of(cls, device: torch.device, fp8_dot: bool | None = None) -> Device:
-        """Of a CUDA device; the interpreter's CPU tensors get the numbers of an H200."""
+    def of(cls, device: torch.device) -> Device:
+        """Of a CUDA device. The interpreter has an H200's sizes, but its e4m3 product drops NaN."""
         if device.type != "cuda":
-            return cls(132, 232448, bool(fp8_dot))
+            return cls(132, 232448, fp8_dot=False)
         from triton.runtime import driver
 
         properties = torch.cuda.get_device_properties(device)
-        has_fp8 = torch.cuda.get_device_capability(device) >= FP8_COMPUTE_CAPABILITY
         return cls(
             properties.multi_processor_count,
             driver.active.utils.get_device_properties(device.index)["max_shared_mem"],
-            has_fp8 if fp8_dot is None else fp8_dot,
+            torch.cuda.get_device_capability(device) >= FP8_COMPUTE_CAPABILITY,
         )
 
 
@@ -82,8 +86,8 @@ class Tiling:
         # Halves of 128 columns where a program has little shared memory.
         block_k = BLOCK if device.shared_memory >= 160 << 10 else BLOCK // 2
 
-        def stages(weight_rows: int) -> int:
-            fitting = (device.shared_memory - 4096) // ((weight_rows + block_m) * block_k)
+        def stages(weight_rows: int) -> int:  # so that two programs fit on an SM
+            fitting = (device.shared_memory // 2 - 4096) // ((weight_rows + block_m) * block_k)
             return max(2, min(4, fitting))
 
         return cls(
