@@ -156,6 +156,8 @@ class TritonRuntime:
         )
         self._tilings: dict[int, Tiling] = {}  # by rows of all ranks
         self.buffer_bytes = agree(group, "allocating the workspaces", self._allocate)
+        if isinstance(self._transport, SymmetricTransport):
+            self.buffer_bytes += self._transport.nbytes
         self._constants = self._make_constants(num_experts, local, num_shared_experts)
         self._warm: set[tuple[int, int]] = set()
         self._closed = False

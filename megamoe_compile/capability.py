@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from typing import Any
@@ -60,7 +59,7 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
     if device.type == "cpu":
         if config.backend == "auto":
             return Capability("reference", "a CPU device runs the PyTorch reference", details)
-        if config.backend == "triton" and _triton_interprets(details):
+        if config.backend == "triton" and _import_triton(details)[0]:
             reason = "asked for; Triton's interpreter runs it on CPU tensors, for tests only"
             return Capability("triton", reason, details)
         return Capability(
@@ -96,21 +95,24 @@ def _decide_cuda(
     return Capability("deep_gemm", f"{asked}, and a launch of the kernel was right", details)
 
 
-def _triton_interprets(details: dict[str, Any]) -> bool:
-    """Whether triton was imported under TRITON_INTERPRET=1, which holds for the process."""
+def _import_triton(details: dict[str, Any]) -> tuple[bool, str | None]:
+    """Import the kernels: (whether triton interprets them in this process, what failed)."""
     if importlib.util.find_spec("triton") is None:
-        return False
-    from .custom_ops import triton_moe
+        return False, "none installed"
+    try:
+        import triton
 
-    details["triton"] = _version("triton")
-    return bool(triton_moe.INTERPRETED)
+        from .custom_ops.triton_moe import INTERPRETED
+    except Exception as error:  # a triton that does not fit fails in many ways
+        return False, f"{type(error).__name__}: {error}"
+    details["triton"] = triton.__version__
+    return INTERPRETED, None
 
 
 def _triton_problem(name: str, capability: tuple[int, int], details: dict[str, Any]) -> str | None:
     """What stands between this GPU and the Triton kernels."""
     from .custom_ops.triton_runtime import MIN_COMPUTE_CAPABILITY
 
-    details["triton"] = _version("triton")
     if capability < MIN_COMPUTE_CAPABILITY:
         return mismatch(
             "GPU of the triton backend",
@@ -118,17 +120,13 @@ def _triton_problem(name: str, capability: tuple[int, int], details: dict[str, A
             name,
             "backend='reference' runs here, slowly.",
         )
-    try:
-        interprets = _triton_interprets(details)
-    except Exception as error:  # a triton that does not fit fails in many ways
-        interprets = False
-        details["triton_error"] = f"{type(error).__name__}: {error}"
-    if details["triton"] is None or "triton_error" in details:
+    interprets, failure = _import_triton(details)
+    if failure is not None:
         return mismatch(
-            f"triton with torch {torch.__version__}",
+            f"triton for torch {torch.__version__}",
             "one that imports (3.6 to 3.8 are known)",
-            details.get("triton_error", "none installed"),
-            "Install the triton that this torch names in its requirements.",
+            failure,
+            "Install the triton that this torch requires (pip show torch).",
         )
     if interprets:
         return mismatch(
@@ -138,13 +136,6 @@ def _triton_problem(name: str, capability: tuple[int, int], details: dict[str, A
             "Unset the variable and start again.",
         )
     return None
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _deep_gemm_problem(

@@ -49,7 +49,7 @@ class MegaMoEContext:
 
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one.
-        rank, world_size: of the group. buffer_bytes: bytes of symmetric memory of this rank.
+        rank, world_size: of the group. buffer_bytes: bytes of this rank's buffers.
         num_valid: int32 [1] on the device. Rows at or above it are not routed; default: none.
         launch_count: int32 [1] on the device, launches so far, replays included.
 
