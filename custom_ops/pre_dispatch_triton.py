@@ -31,7 +31,10 @@ def _encode_e4m3(values):
 
 @triton.jit(
     do_not_specialize=["x_stride", "ids_stride", "weights_stride", "num_tokens", "num_rows"],
-    do_not_specialize_on_alignment=["x_ptr", "ids_ptr", "weights_ptr"],
+    do_not_specialize_on_alignment=[
+        *("x_ptr", "ids_ptr", "weights_ptr"),
+        *("num_valid_ptr", "launch_count_ptr"),
+    ],
 )
 def pre_dispatch_kernel(
     x_ptr,
