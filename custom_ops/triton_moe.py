@@ -223,9 +223,10 @@ def gate_up_kernel(
         end = tl.minimum((split + 1) * share, HIDDEN)
         for at in tl.range(split * share, end, BLOCK_K, num_stages=STAGES):
             group = at // SCALE_GROUP
-            x = _operand(tl.load(x_ptrs + at), FP8_DOT)
+            # Weights first: their addresses are known before the pairs' rows.
             w_gate = tl.load(w_ptrs + at)
             w_up = tl.load(w_ptrs + INTERLEAVE * HIDDEN + at)
+            x = _operand(tl.load(x_ptrs + at), FP8_DOT)
             x_scale = tl.load(x_scale_ptrs + group)
             gate_scale = tl.load(w_scale_ptrs + group) * x_scale
             up_scale = tl.load(w_scale_ptrs + INTERMEDIATE // SCALE_GROUP * groups + group)
@@ -310,8 +311,8 @@ def down_kernel(
         total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         for at in tl.range(0, INTERMEDIATE, BLOCK_K, num_stages=STAGES):
             group = at // SCALE_GROUP
-            x = _operand(tl.load(x_ptrs + at), FP8_DOT)
             w = _operand(tl.load(w_ptrs + at), FP8_DOT)
+            x = _operand(tl.load(x_ptrs + at), FP8_DOT)
             scale = tl.load(w_scale_ptrs + group) * tl.load(x_scale_ptrs + group)
             total += tl.dot(w, x) * scale[None, :]
         out = slots_ptr + pair[None, :] * HIDDEN + column[:, None]
