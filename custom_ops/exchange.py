@@ -51,7 +51,7 @@ class SymmetricTransport:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self._buffer = SymmetricBuffer(self.num_ranks * slot_bytes, device, group)
-        self.nbytes = self._buffer.nbytes
+        self.nbytes = self.num_ranks * slot_bytes
         self._own = self._buffer.peer(self.rank).view(torch.uint8).view(self.num_ranks, slot_bytes)
         start = self.rank * slot_bytes
         # Where this rank writes on each peer; each rank begins with another peer.
