@@ -176,7 +176,10 @@ def main() -> None:
         torch.cuda.empty_cache()
     shown = ("shape", "tokens", "small_us", "mega_us", "floor_us", "small/floor", "mega/floor")
     table = markdown(
-        [{key: row.get(key, "") for key in (*shown, "aim", "relative_error")} for row in data["rows"]]
+        [
+            {key: row.get(key, "") for key in (*shown, "aim", "relative_error")}
+            for row in data["rows"]
+        ]
     )
     write_results(args.out, data, table)
     plot(data["rows"], args.out)

@@ -51,6 +51,7 @@ class SymmetricTransport:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)
         self._buffer = SymmetricBuffer(self.num_ranks * slot_bytes, device, group)
+        self.nbytes = self.num_ranks * slot_bytes
         self._own = self._buffer.peer(self.rank).view(torch.uint8).view(self.num_ranks, slot_bytes)
         start = self.rank * slot_bytes
         # Where this rank writes on each peer; each rank begins with another peer.
@@ -71,6 +72,10 @@ class SymmetricTransport:
         for part in received[1:]:  # in rank order on every rank
             total += part
         out.view(-1).copy_(total)
+
+    def reset(self) -> None:
+        """Zero the buffers. Collective; every rank must have stopped launching."""
+        self._buffer.reset()
 
     def _exchange(self, parts: list[Tensor]) -> Tensor:
         """parts[r], uint8 [n], goes to rank r; -> uint8 [R, n], what came from each rank."""

@@ -393,6 +393,10 @@ class TritonPreDispatch:
             "FIRST_SHARED": routing.rank * per_rank + routing.num_local_experts,
             "GROUPS": groups_per_program,
             "SLOTS": 1 << (slots - 1).bit_length(),
+            "X_STRIDE": buffer.hidden,
+            "SCALE_STRIDE": groups,
+            "IDS_STRIDE": slots,
+            "WEIGHTS_STRIDE": slots,
         }
 
     def __call__(
@@ -415,6 +419,7 @@ class TritonPreDispatch:
             topk_weights.stride(0),
             num_valid,
             launch_count,
+            tokens,
             tokens,
             *self._outputs,
             ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """The Triton twin of csrc/pre_dispatch.cu; `TritonPreDispatch` in pre_dispatch.py launches it.
 
-A module of its own, so that only who asks for the twin imports triton. It encodes e4m3 in integer
+`TritonRuntime` launches it too, into rows that hold a token's everything side by side. A module of
+its own, so that only who asks for the twin imports triton. It encodes e4m3 in integer
 arithmetic: GPUs before SM89 have no conversion instruction, and so every GPU and the interpreter
 give the same bits.
 """
@@ -29,8 +30,11 @@ def _encode_e4m3(values):
 
 
 @triton.jit(
-    do_not_specialize=["x_stride", "ids_stride", "weights_stride", "num_tokens"],
-    do_not_specialize_on_alignment=["x_ptr", "ids_ptr", "weights_ptr"],
+    do_not_specialize=["x_stride", "ids_stride", "weights_stride", "num_tokens", "num_rows"],
+    do_not_specialize_on_alignment=[
+        *("x_ptr", "ids_ptr", "weights_ptr"),
+        *("num_valid_ptr", "launch_count_ptr"),
+    ],
 )
 def pre_dispatch_kernel(
     x_ptr,
@@ -42,6 +46,7 @@ def pre_dispatch_kernel(
     num_valid_ptr,
     launch_count_ptr,
     num_tokens,
+    num_rows,
     buf_x_ptr,
     buf_scale_ptr,
     buf_ids_ptr,
@@ -57,17 +62,24 @@ def pre_dispatch_kernel(
     ALIGNED: tl.constexpr,
     GROUPS: tl.constexpr,  # scales per program
     SLOTS: tl.constexpr,  # power of two, at least TOP_K + NUM_SHARED
+    X_STRIDE: tl.constexpr,  # elements from row to row of the buffer
+    SCALE_STRIDE: tl.constexpr,
+    IDS_STRIDE: tl.constexpr,
+    WEIGHTS_STRIDE: tl.constexpr,
 ):
-    """Grid: (max(num_tokens, 1), ceil(HIDDEN / 128 / GROUPS)). See `stage` for what it writes."""
+    """Grid: (max(num_rows, 1), ceil(HIDDEN / 128 / GROUPS)). See `stage` for what it writes.
+
+    Rows from num_tokens up to num_rows get ids -1 and weights 0.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     if (row == 0) & (part == 0):
         tl.atomic_add(launch_count_ptr, 1)
-    if row < num_tokens:
-        valid = row < tl.load(num_valid_ptr)
+    if row < num_rows:
+        valid = (row < num_tokens) & (row < tl.load(num_valid_ptr))
         if part == 0:
             slot = tl.arange(0, SLOTS)
-            routed = slot < TOP_K
+            routed = (slot < TOP_K) & valid
             ids = tl.load(ids_ptr + row * ids_stride + slot, mask=routed, other=-1).to(tl.int64)
             weights = tl.load(weights_ptr + row * weights_stride + slot, mask=routed, other=0.0)
             weights = weights.to(tl.float32) * routed_scaling_factor
@@ -80,9 +92,9 @@ def pre_dispatch_kernel(
             shared = valid & (slot >= TOP_K)
             ids = tl.where(shared, FIRST_SHARED + slot - TOP_K, ids)
             weights = tl.where(shared, 1.0, weights)
-            at = row * (TOP_K + NUM_SHARED) + slot
-            tl.store(buf_ids_ptr + at, ids, mask=slot < TOP_K + NUM_SHARED)
-            tl.store(buf_weights_ptr + at, weights, mask=slot < TOP_K + NUM_SHARED)
+            inside = slot < TOP_K + NUM_SHARED
+            tl.store(buf_ids_ptr + row * IDS_STRIDE + slot, ids, mask=inside)
+            tl.store(buf_weights_ptr + row * WEIGHTS_STRIDE + slot, weights, mask=inside)
         if valid:
             group = part * GROUPS + tl.arange(0, GROUPS)
             in_row = group < HIDDEN // GROUP
@@ -98,5 +110,5 @@ def pre_dispatch_kernel(
             scale = tl.div_rn(tl.maximum(amax, 1e-10), tl.full([GROUPS], 448.0, tl.float32))
             inverse = tl.div_rn(tl.full([GROUPS], 1.0, tl.float32), scale)
             code = _encode_e4m3(values * inverse[:, None]).to(tl.uint8)
-            tl.store(buf_x_ptr + row * HIDDEN + columns, code, mask=in_row[:, None])
-            tl.store(buf_scale_ptr + row * (HIDDEN // GROUP) + group, scale, mask=in_row)
+            tl.store(buf_x_ptr + row * X_STRIDE + columns, code, mask=in_row[:, None])
+            tl.store(buf_scale_ptr + row * SCALE_STRIDE + group, scale, mask=in_row)

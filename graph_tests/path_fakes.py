@@ -17,7 +17,7 @@ from helpers import make_config
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile import backends, capability, context
+from megamoe_compile import capability, context, paths
 from megamoe_compile.custom_ops import graph_timing, measured, small_batch_cuda
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.reference import ReferenceRuntime, moe_reference, stage
@@ -68,7 +68,6 @@ class FakeSmallBatch:
     def __call__(
         self,
         x: Tensor,
-        scale: None,
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_valid: Tensor,
@@ -80,7 +79,7 @@ class FakeSmallBatch:
         y: Tensor,
         stream: int,
     ) -> None:
-        assert scale is None and stream == 0 and x.shape[0] <= self.max_tokens
+        assert stream == 0 and x.shape[0] <= self.max_tokens
         self._log.append(("small_batch", x.shape[0]))
         o = self._options
         launch_count += 1
@@ -164,13 +163,13 @@ class Machine:
         patch.setattr(measured, "refuse_cold_capture", lambda tokens, warm: None)
         patch.setattr(graph_timing, "time_in_turn", self.time)
         patch.setattr(torch.cuda, "get_device_properties", lambda device: self.gpu)
-        assert backends.default_cache_dir().is_relative_to(cache)
+        assert paths.default_cache_dir().is_relative_to(cache)
 
 
 def make_context(**options: Any) -> mm.MegaMoEContext:
-    paths, num_sms = options.pop("paths", None), options.pop("num_sms", None)
+    pins, num_sms = options.pop("paths", None), options.pop("num_sms", None)
     config = make_config(**options)
-    return mm.MegaMoEContext(config, device="cpu", paths=paths, num_sms=num_sms)
+    return mm.MegaMoEContext(config, device="cpu", paths=pins, num_sms=num_sms)
 
 
 def paths_of(context: mm.MegaMoEContext, *counts: int) -> str:

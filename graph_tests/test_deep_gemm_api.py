@@ -7,10 +7,12 @@ fails; nothing here says that their kernels compute right.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import types
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -294,6 +296,7 @@ def test_each_thing_that_is_missing_has_its_cure_and_no_fallback(
     with hopper.context() as m:
         m.setattr(deep_gemm, "installed_version", lambda: None)
         assert verdict().backend is None and "0.1.5.post1" in verdict().reason
+        assert "backend='triton'" in verdict().reason
     with hopper.context() as m:
         m.setattr(torch, "__version__", "2.14.1")
         assert verdict().backend is None and "0.2.5" in verdict().reason
@@ -315,7 +318,35 @@ def test_deep_gemm_asked_for_on_another_gpu(hopper: pytest.MonkeyPatch) -> None:
     hopper.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA A100")
     found = verdict(backend="deep_gemm")
     assert found.backend is None
-    assert "SM90" in found.reason and "A100" in found.reason and "reference" in found.reason
+    assert "SM90" in found.reason and "A100" in found.reason and "triton" in found.reason
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_triton_is_asked_for_on_sm90_and_the_choice_elsewhere(hopper: pytest.MonkeyPatch) -> None:
+    found = verdict(backend="triton")
+    assert found.backend == "triton" and "asked for" in found.reason
+    for major, minor in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        hopper.setattr(torch.cuda, "get_device_capability", lambda device, c=(major, minor): c)
+        found = verdict()
+        assert found.backend == "triton" and f"SM{major}{minor}" in found.reason
+        assert "SM90" in found.reason and found.details["triton"]
+
+
+def test_what_keeps_triton_from_running_has_its_cure(hopper: pytest.MonkeyPatch) -> None:
+    asked = functools.partial(verdict, backend="triton")
+    with hopper.context() as m:
+        m.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+        for found in (asked(), verdict()):
+            assert found.backend is None
+            assert_one_sentence(found.reason, "SM80", "SM75", "reference")
+    for failure in ((False, "ImportError: no libtriton"), (True, None)):
+        with hopper.context() as m:
+            m.setattr(capability, "_import_triton", lambda details, failure=failure: failure)
+            assert asked().backend is None
+            assert_one_sentence(asked().reason, failure[1] or "TRITON_INTERPRET")
+    with hopper.context() as m:
+        m.setattr(capability.importlib.util, "find_spec", lambda name: None)
+        assert_one_sentence(asked().reason, "none installed", "2.11.0+cu130")
 
 
 def test_a_check_that_crashes_is_one_sentence_and_is_not_remembered(

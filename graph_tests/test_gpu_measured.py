@@ -26,7 +26,7 @@ from helpers import (
 )
 
 import megamoe_compile as mm
-from megamoe_compile import backends
+from megamoe_compile import paths
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import graph_timing
 from megamoe_compile.custom_ops.library import fused_moe
@@ -61,7 +61,7 @@ TIME_IN_TURN = graph_timing.time_in_turn
 def timer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CountedTimer:
     counted = CountedTimer()
     monkeypatch.setattr(graph_timing, "time_in_turn", counted)
-    monkeypatch.setattr(backends, "default_cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(paths, "default_cache_dir", lambda: tmp_path)
     return counted
 
 
@@ -175,14 +175,14 @@ def test_a_second_context_reads_the_choice_and_does_not_measure(timer: CountedTi
         first.warmup(BUCKETS)
         most = first._runtime._small.max_tokens  # type: ignore[union-attr]
         assert timer.calls == sum(bucket <= most for bucket in BUCKETS) > 0
-        paths = [first.backend_for(tokens) for tokens in range(385)]
+        taken = [first.backend_for(tokens) for tokens in range(385)]
         decision = first.decision_for(1)
     measured = timer.calls
     with make_context() as second:
         layer = make_layer(second)
         second.warmup(BUCKETS)
         assert timer.calls == measured
-        assert [second.backend_for(tokens) for tokens in range(385)] == paths
+        assert [second.backend_for(tokens) for tokens in range(385)] == taken
         again = second.decision_for(1)
         assert again is not None and decision is not None and again.reason == "stored"
         assert again.microseconds == decision.microseconds

@@ -278,9 +278,10 @@ def test_twin_compiles(arch: int) -> None:
     pointers |= {"buf_scale": "fp32", "buf_ids": "i64", "buf_weights": "fp32"}
     signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in pointers.items()}
     signature |= {"x_stride": "i64", "ids_stride": "i64", "weights_stride": "i64"}
-    signature |= {"num_tokens": "i32", "routed_scaling_factor": "fp32"}
+    signature |= {"num_tokens": "i32", "num_rows": "i32", "routed_scaling_factor": "fp32"}
     constants = {"HIDDEN": 4096, "TOP_K": 6, "NUM_EXPERTS": 256, "NUM_LOCAL": 32, "NUM_SHARED": 1}
     constants |= {"FIRST_SHARED": 32, "ALIGNED": True, "GROUPS": 8, "SLOTS": 8}
+    constants |= {"X_STRIDE": 4096, "SCALE_STRIDE": 32, "IDS_STRIDE": 7, "WEIGHTS_STRIDE": 7}
     source = triton.compiler.ASTSource(
         pre_dispatch_kernel,
         {name: signature.get(name, "constexpr") for name in pre_dispatch_kernel.arg_names},

@@ -89,8 +89,8 @@ def test_another_release_is_measured_anew(
     where: dict[str, Any] = {
         "torch": (torch, "__version__"),
         "version": (mm, "__version__"),
-        "layout": ("megamoe_compile.backends.LAYOUT_VERSION",),
-        "sources": ("megamoe_compile.backends.sources_digest",),
+        "layout": ("megamoe_compile.paths.LAYOUT_VERSION",),
+        "sources": ("megamoe_compile.paths.sources_digest",),
     }
     monkeypatch.setattr(*where[part], (lambda: "other") if part == "sources" else "9.9.9")
     with make_context() as context:

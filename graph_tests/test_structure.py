@@ -27,12 +27,13 @@ LEVELS = {
     "step_settings": 1,
     "step_plan": 2,
     "parallel": 3,
-    "context": 4,
-    "module": 5,
+    "paths": 4,
+    "context": 5,
+    "module": 6,
     "watched": 0,
     "capture_report": 0,
     "graph_outputs": 0,
-    "graph": 6,
+    "graph": 7,
 }
 # The only files that may import these, at whatever level.
 OWNERS = {

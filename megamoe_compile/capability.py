@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from .config import MegaMoEConfig
 from .custom_ops.errors import BackendUnavailable, mismatch
 
-SLOW_CURE = "Without it, backend='reference' runs here, slowly."
+OTHERWISE = "backend='triton' runs here without it, and backend='reference' slowly."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,6 +59,9 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
     if device.type == "cpu":
         if config.backend == "auto":
             return Capability("reference", "a CPU device runs the PyTorch reference", details)
+        if config.backend == "triton" and _import_triton(details)[0]:
+            reason = "asked for; Triton's interpreter runs it on CPU tensors, for tests only"
+            return Capability("triton", reason, details)
         return Capability(
             None,
             f"backend '{config.backend}' needs a CUDA device, got {device}. "
@@ -73,22 +77,65 @@ def _decide_cuda(
     capability = torch.cuda.get_device_capability(device)
     details["gpu"] = torch.cuda.get_device_name(device)
     details["compute_capability"] = list(capability)
+    name = f"{details['gpu']} (SM{capability[0]}{capability[1]})"
     if config.backend == "triton" or (config.backend == "auto" and capability[0] != 9):
-        return Capability(None, "the triton backend is not built yet", details)
+        problem = _triton_problem(name, capability, details)
+        if problem is not None:
+            return Capability(None, problem, details)
+        asked = "asked for" if config.backend == "triton" else "the mega kernel needs an SM90 GPU"
+        return Capability("triton", f"{asked}, and {name} runs Triton's kernels", details)
     if capability[0] != 9:
-        reason = (
-            f"the deep_gemm backend needs an SM90 GPU (H100, H200, H20), got "
-            f"{details['gpu']} (SM{capability[0]}{capability[1]}). {SLOW_CURE}"
-        )
-        return Capability(None, reason, details)
+        reason = f"the deep_gemm backend needs an SM90 GPU (H100, H200, H20), got {name}."
+        return Capability(None, f"{reason} Pass backend='triton'.", details)
     problem = _deep_gemm_problem(config, device, details)
     if problem is not None:
         # Never a silent fallback: this GPU could run the fast kernel, and the cure is known.
-        return Capability(
-            None, problem + " Without it, backend='reference' runs here, slowly.", details
-        )
+        return Capability(None, f"{problem} {OTHERWISE}", details)
     asked = "asked for" if config.backend == "deep_gemm" else "an SM90 GPU"
     return Capability("deep_gemm", f"{asked}, and a launch of the kernel was right", details)
+
+
+def _import_triton(details: dict[str, Any]) -> tuple[bool, str | None]:
+    """Import the kernels: (whether triton interprets them in this process, what failed)."""
+    if importlib.util.find_spec("triton") is None:
+        return False, "none installed"
+    try:
+        import triton
+
+        from .custom_ops.triton_moe import INTERPRETED
+    except Exception as error:  # a triton that does not fit fails in many ways
+        return False, f"{type(error).__name__}: {error}"
+    details["triton"] = triton.__version__
+    return INTERPRETED, None
+
+
+def _triton_problem(name: str, capability: tuple[int, int], details: dict[str, Any]) -> str | None:
+    """What stands between this GPU and the Triton kernels."""
+    from .custom_ops.triton_runtime import MIN_COMPUTE_CAPABILITY
+
+    if capability < MIN_COMPUTE_CAPABILITY:
+        return mismatch(
+            "GPU of the triton backend",
+            "SM80 or later (A100, RTX 30 and later)",
+            name,
+            "backend='reference' runs here, slowly.",
+        )
+    interprets, failure = _import_triton(details)
+    if failure is not None:
+        return mismatch(
+            f"triton for torch {torch.__version__}",
+            "one that imports (3.6 to 3.8 are known)",
+            failure,
+            "Install the triton that this torch requires (pip show torch).",
+        )
+    if interprets:
+        return mismatch(
+            "triton on a CUDA device",
+            "compiled kernels",
+            "its interpreter (TRITON_INTERPRET=1)",
+            "Unset the variable and start again.",
+        )
+    return None
 
 
 def _deep_gemm_problem(

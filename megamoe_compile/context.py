@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .backends import add_small_batch, check_paths, intermediate_alignment, make_runtime
+from .backends import intermediate_alignment, make_runtime
 from .capability import Capability, probe
 from .config import MegaMoEConfig
 from .custom_ops.errors import (
@@ -23,6 +23,8 @@ from .custom_ops.errors import (
 from .custom_ops.library import register_runtime
 from .custom_ops.measured import MeasuredRuntime, Weights
 from .custom_ops.path_choice import Decision, PathChoice, PathName
+from .custom_ops.triton_runtime import StepRows
+from .paths import add_small_batch, check_paths
 from .step_plan import StepPlan
 from .weights import PreparedWeights, WeightGeometry
 
@@ -53,7 +55,7 @@ class MegaMoEContext:
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one, and whether
             there is a second path.
-        rank, world_size: of the group. buffer_bytes: bytes of symmetric memory of this rank.
+        rank, world_size: of the group. buffer_bytes: bytes of this rank's buffers.
         num_valid: int32 [1] on the device. Rows at or above it are not routed; default: none.
         launch_count: int32 [1] on the device, launches so far, replays included.
 
@@ -98,12 +100,15 @@ class MegaMoEContext:
             alignment=intermediate_alignment(self.backend),
             device=self.device,
         )
+        self._step_rows = StepRows()
         # Normal tensors even if the caller is in inference mode: graphs made outside it mutate
         # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
             self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
-            made = make_runtime(self.backend, config, self.device, self.group, num_sms)
+            made = make_runtime(
+                self.backend, config, self.device, self.group, num_sms, self._step_rows
+            )
             made, second_path = add_small_batch(
                 made, self.backend, config, self.device, num_sms, pins
             )
@@ -249,11 +254,13 @@ class MegaMoEContext:
             CapacityError: the same on every rank, before any launch: a rank of the plan is over
             max_tokens_per_rank, and over_capacity is "error". ValueError: a plan of other ranks.
         """
-        before, self._chunks = self._chunks, self.launches_per_call(plan)
+        before = self._chunks, self._step_rows.rows
+        self._chunks = self.launches_per_call(plan)
+        self._step_rows.rows = None if plan.bucket is None else plan.padded_tokens
         try:
             yield
         finally:
-            self._chunks = before
+            self._chunks, self._step_rows.rows = before
 
     def launches_per_call(self, plan: StepPlan) -> int:
         """Launches of one layer call in an eager step of `plan`; the errors of `step`."""

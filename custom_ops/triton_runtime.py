@@ -1,0 +1,499 @@
+"""The `triton` backend: Triton kernels on any CUDA GPU from SM80, over any number of ranks.
+
+One rank: stage the rows, sort the (row, slot) pairs by expert, two GEMMs, sum over slots. Several
+ranks: each gathers the staged rows of all, runs its own experts on them, and the sums are
+reduced and scattered. All ranks bring the same number of rows to the exchange, see `_rows`.
+
+A staged row is a record: e4m3 values, ids, scales, routing weights, side by side, so that one
+gather moves everything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .errors import CapacityError, ContextClosed, MegaMoEError, NotWarmedUp, mismatch
+from .exchange import SymmetricTransport, Transport
+from .reference import BLOCK
+from .symmetric import agree, check_peers, ranks_on_my_device, this_peer
+from .triton_tiling import Device, Tiling
+
+MIN_COMPUTE_CAPABILITY = (8, 0)
+RECORD_ALIGNMENT = 128  # bytes: a cache line
+SORT_CHUNK = 1024  # pairs that one program of the sort looks at together
+COMBINE_BLOCK = 512  # columns of the output per program
+
+
+@dataclasses.dataclass
+class StepRows:
+    """What the context tells its runtime about the step in force.
+
+    Attributes:
+        rows: rows that every rank brings to each launch, the same on all ranks; None: not known.
+    """
+
+    rows: int | None = None
+
+
+class GroupTransport:
+    """Exchange through the process group: gloo on CPU, NCCL where each rank has a GPU."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        # torch 2.13 gave them other names, and warns about the old ones.
+        self._gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        self._reduce: Any = (
+            getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        )
+
+    def gather(self, rows: Tensor, out: Tensor) -> None:
+        self._gather(out, rows, group=self._group)
+
+    def reduce_scatter(self, rows: Tensor, out: Tensor) -> None:
+        self._reduce(out, rows, group=self._group)
+
+
+def make_transport(
+    group: dist.ProcessGroup | None, slot_bytes: int, device: torch.device
+) -> Transport | None:
+    """What moves rows between the ranks, the same kind on all of them; None for one rank."""
+    if group is None:
+        return None
+    if device.type != "cuda":
+        return GroupTransport(group)
+    peers: list[Any] = [None] * dist.get_world_size(group)
+    own = (this_peer(device), "nccl" in str(dist.get_backend_config(group)))
+    dist.all_gather_object(peers, own, group=group)
+    places = [peer for peer, _ in peers]
+    shared = any(ranks_on_my_device(places, rank) > 1 for rank in range(len(places)))
+    if not shared and all(nccl for _, nccl in peers):
+        return GroupTransport(group)
+    check_peers(places)
+    return SymmetricTransport(slot_bytes, device, group)
+
+
+class _Record:
+    """Where the parts of a staged row are, in bytes from its start."""
+
+    def __init__(self, hidden: int, slots: int) -> None:
+        self.ids = hidden
+        self.scale = self.ids + 8 * slots
+        self.weights = self.scale + 4 * (hidden // BLOCK)
+        end = self.weights + 4 * slots
+        self.nbytes = math.ceil(end / RECORD_ALIGNMENT) * RECORD_ALIGNMENT
+
+    def views(self, rows: Tensor, x_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x, scale, ids and weights of uint8 rows [N, nbytes]: flat, from the first row's on.
+
+        A kernel steps from row to row by `nbytes`, in elements.
+        """
+        flat = rows.view(-1)
+        return (
+            flat.view(x_dtype),
+            flat.view(torch.float32)[self.scale // 4 :],
+            flat.view(torch.int64)[self.ids // 8 :],
+            flat.view(torch.float32)[self.weights // 4 :],
+        )
+
+
+class TritonRuntime:
+    """One rank's workspaces and kernels. Construction is collective, and allocates everything.
+
+    Args:
+        intermediate_size: padded to a multiple of 128. capacity: tokens per rank.
+        step_rows: told by the context; see `_rows`.
+        gpu: what to choose tiles for; default: the device.
+
+    Raises:
+        BackendUnavailable: on every rank, where ranks cannot exchange rows.
+    """
+
+    native = None  # nothing here is launched from C++
+    intermediate_group = BLOCK
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        num_shared_experts: int,
+        top_k: int,
+        capacity: int,
+        swiglu_limit: float | None,
+        routed_scaling_factor: float,
+        device: torch.device,
+        group: dist.ProcessGroup | None = None,
+        step_rows: StepRows | None = None,
+        gpu: Device | None = None,
+    ) -> None:
+        self._kernels = agree(group, "importing the Triton kernels", _import_kernels)
+        self.device = device
+        self.group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.capacity = capacity
+        self.top_k = top_k
+        self._hidden, self._intermediate = hidden_size, intermediate_size
+        self._slots = top_k + num_shared_experts
+        local = num_experts // self.world_size
+        self._experts = local + num_shared_experts
+        self._first_expert = self.rank * self._experts
+        self._gpu = gpu or Device.of(device)
+        self._step_rows = step_rows or StepRows()
+        self._limit, self._scaling = swiglu_limit, routed_scaling_factor
+        self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
+        self._record = _Record(hidden_size, self._slots)
+        self._transport = make_transport(
+            group, capacity * max(self._record.nbytes, 4 * hidden_size), device
+        )
+        self._tilings: dict[int, Tiling] = {}  # by rows of all ranks
+        self.buffer_bytes = agree(group, "allocating the workspaces", self._allocate)
+        if isinstance(self._transport, SymmetricTransport):
+            self.buffer_bytes += self._transport.nbytes
+        self._constants = self._make_constants(num_experts, local, num_shared_experts)
+        self._warm: set[tuple[int, int]] = set()
+        self._closed = False
+
+    def _allocate(self) -> int:
+        """Workspaces for the capacity, whatever the routing. Returns their bytes."""
+        rows = self.world_size * self.capacity
+        pairs = rows * self._slots
+        hidden, intermediate = self._hidden, self._intermediate
+        sums = counters = 0
+        for count in range(1, rows + 1):
+            tiling = self._tiling_of(count)
+            if tiling.partial_sums:
+                sums = max(sums, tiling.splits * count * self._slots)
+                counters = max(counters, tiling.tiles)
+        total = 0
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            nonlocal total
+            total += math.prod(shape) * dtype.itemsize
+            return torch.empty(shape, dtype=dtype, device=self.device)
+
+        nbytes = self._record.nbytes
+        self._staged = empty(self.capacity, nbytes, dtype=torch.uint8)
+        self._gathered = self._staged
+        if self._transport is not None:
+            self._gathered = empty(rows, nbytes, dtype=torch.uint8)
+            self._sums = empty(rows, hidden)
+            self._reduced = empty(self.capacity, hidden)
+        self._first = empty(self._experts, dtype=torch.int32)
+        self._count = empty(self._experts, dtype=torch.int32)
+        self._pairs = empty(pairs, dtype=torch.int32)
+        self._partial = empty(sums * 2 * intermediate)
+        self._arrived = empty(counters, intermediate // BLOCK, dtype=torch.int32).zero_()
+        self._intermediate_codes = empty(pairs, intermediate, dtype=torch.uint8)
+        self._intermediate_scale = empty(pairs, intermediate // BLOCK)
+        self._slot_results = empty(pairs, hidden, dtype=torch.bfloat16)
+        return total
+
+    def _make_constants(self, num_experts: int, local: int, shared: int) -> dict[str, Any]:
+        """Per kernel, its constexpr arguments that no call changes."""
+        hidden, slots, nbytes = self._hidden, self._slots, self._record.nbytes
+        geometry = {
+            "HIDDEN": hidden,
+            "INTERMEDIATE": self._intermediate,
+            "EXPERTS": self._experts,
+            "EXPERTS_P2": _power_of_two(self._experts),
+            "FP8_DOT": self._gpu.fp8_dot,
+        }
+        groups = min(8, _power_of_two(hidden // BLOCK))
+        self._stage_parts = -(-(hidden // BLOCK) // groups)
+        return {
+            "stage": {
+                "HIDDEN": hidden,
+                "TOP_K": self.top_k,
+                "NUM_EXPERTS": num_experts,
+                "NUM_LOCAL": local,
+                "NUM_SHARED": shared,
+                "FIRST_SHARED": self._first_expert + local,
+                "GROUPS": groups,
+                "SLOTS": _power_of_two(slots),
+                "X_STRIDE": nbytes,
+                "SCALE_STRIDE": nbytes // 4,
+                "IDS_STRIDE": nbytes // 8,
+                "WEIGHTS_STRIDE": nbytes // 4,
+            },
+            "group": {"SLOTS": slots, "IDS_STRIDE": nbytes // 8, "CHUNK": SORT_CHUNK},
+            "gate_up": geometry
+            | {
+                "SLOTS": slots,
+                "X_STRIDE": nbytes,
+                "SCALE_STRIDE": nbytes // 4,
+                "ROUTING_STRIDE": nbytes // 4,
+                "CLAMP": self._limit is not None,
+            },
+            "down": geometry,
+            "combine": {
+                "HIDDEN": hidden,
+                "SLOTS": slots,
+                "EXPERTS": self._experts,
+                "IDS_STRIDE": nbytes // 8,
+                "BLOCK": COMBINE_BLOCK,
+            },
+        }
+
+    def _tiling(self, rows: int) -> Tiling:
+        """For `rows` rows of all ranks together."""
+        tiling = self._tilings.get(rows)
+        if tiling is None:
+            tiling = self._tilings[rows] = self._tiling_of(rows)
+        return tiling
+
+    def _tiling_of(self, rows: int) -> Tiling:
+        return Tiling.of(
+            rows * self._slots, self._experts, self._hidden, self._intermediate, self._gpu
+        )
+
+    # -- a launch ---------------------------------------------------------------------------------
+
+    def launch(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        out: Tensor,
+    ) -> None:
+        """See `library.Runtime`. A number of rows that was never launched may compile here."""
+        if self._closed:
+            raise ContextClosed(
+                mismatch(
+                    "context of the launch", "open", "closed", "Keep it open while its graphs run."
+                )
+            )
+        rows = self._rows(x.shape[0])
+        if self.device.type == "cuda":
+            self._check_cuda(x.shape[0], rows)
+        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, rows)
+        if rows == 0:
+            return
+        weights = (w13, w13_scale, w2, w2_scale)
+        if self._transport is None:
+            self._run_experts(rows, *weights, out)
+            return
+        total = self.world_size * rows
+        self._transport.gather(self._staged[:rows], self._gathered[:total])
+        self._run_experts(total, *weights, self._sums[:total])
+        self._transport.reduce_scatter(self._sums[:total], self._reduced[:rows])
+        out.copy_(self._reduced[: x.shape[0]])
+
+    def _rows(self, tokens: int) -> int:
+        """Rows that this rank brings to the exchange: as many as every other rank.
+
+        One rank: its tokens. Several: what the step in force says, which is the bucket of a graph,
+        or else the capacity. No rank's own count can say it, and neither can the largest count of
+        an eager step: a graph that torch.compile keeps for a number of tokens would bake it in.
+        """
+        if self.world_size == 1:
+            return tokens
+        told = self._step_rows.rows
+        rows = self.capacity if told is None else min(told, self.capacity)
+        if tokens > rows:
+            raise CapacityError(
+                mismatch(
+                    "tokens on this rank",
+                    f"at most {rows}, the bucket of the step in force",
+                    tokens,
+                    "Count them in the plan.",
+                )
+            )
+        return rows
+
+    def _check_cuda(self, tokens: int, rows: int) -> None:
+        if torch.cuda.current_device() != self.device.index:
+            raise MegaMoEError(
+                mismatch(
+                    "current CUDA device",
+                    self.device,
+                    torch.cuda.current_device(),
+                    "Call under torch.cuda.device(context.device).",
+                )
+            )
+        if (tokens, rows) not in self._warm:
+            if torch.cuda.is_current_stream_capturing():
+                raise NotWarmedUp(
+                    mismatch(
+                        f"capture of {tokens} tokens",
+                        "kernels compiled and loaded by warm-up",
+                        f"warm-up of {sorted({count for count, _ in self._warm}) or 'nothing'}",
+                        f"Call context.warmup([{tokens}, ...]) on all ranks before capture.",
+                    )
+                )
+            self._warm.add((tokens, rows))
+
+    def _stage(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        rows: int,
+    ) -> None:
+        tokens = x.shape[0]
+        staged = self._record.views(self._staged, torch.uint8)
+        self._kernels.pre_dispatch_kernel[(max(rows, 1), self._stage_parts)](
+            x,
+            x.stride(0),
+            topk_ids,
+            topk_ids.stride(0),
+            topk_weights,
+            topk_weights.stride(0),
+            num_valid,
+            launch_count,
+            tokens,
+            rows,
+            *staged,
+            self.invalid_count,
+            self._scaling,
+            ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
+            **self._constants["stage"],
+        )
+
+    def _run_experts(
+        self,
+        rows: int,
+        w13: Tensor,
+        w13_scale: Tensor,
+        w2: Tensor,
+        w2_scale: Tensor,
+        out: Tensor,
+    ) -> None:
+        """This rank's experts on `rows` staged rows: the sum over slots, in the dtype of out."""
+        tiling, constants, kernels = self._tiling(rows), self._constants, self._kernels
+        operand = torch.float8_e4m3fn if self._gpu.fp8_dot else torch.uint8
+        x, x_scale, ids, routing = self._record.views(self._gathered, operand)
+        places = rows * self._slots
+        kernels.group_kernel[(self._experts,)](
+            ids,
+            self._first,
+            self._count,
+            self._pairs,
+            places,
+            self._first_expert,
+            **constants["group"],
+        )
+        kernels.gate_up_kernel[(tiling.tiles, self._intermediate // tiling.block_n, tiling.splits)](
+            x,
+            x_scale,
+            routing,
+            self._first,
+            self._count,
+            self._pairs,
+            w13.view(operand),
+            w13_scale,
+            self._partial,
+            self._arrived,
+            self._intermediate_codes,
+            self._intermediate_scale,
+            0.0 if self._limit is None else self._limit,
+            places,
+            **constants["gate_up"],
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.block_n,
+            BLOCK_K=tiling.block_k,
+            SPLITS=tiling.splits,
+            STAGES=tiling.gate_up_stages,
+            num_warps=tiling.gate_up_warps,
+        )
+        kernels.down_kernel[(tiling.tiles, self._hidden // tiling.down_block_n)](
+            self._intermediate_codes.view(operand),
+            self._intermediate_scale,
+            self._first,
+            self._count,
+            self._pairs,
+            w2.view(operand),
+            w2_scale,
+            self._slot_results,
+            **constants["down"],
+            BLOCK_M=tiling.block_m,
+            BLOCK_N=tiling.down_block_n,
+            BLOCK_K=tiling.block_k,
+            STAGES=tiling.down_stages,
+            num_warps=tiling.down_warps,
+        )
+        kernels.combine_kernel[(rows, -(-self._hidden // COMBINE_BLOCK))](
+            self._slot_results, ids, out, self._first_expert, **constants["combine"]
+        )
+
+    # -- around launches --------------------------------------------------------------------------
+
+    def warmup(
+        self,
+        token_counts: Sequence[int],
+        weights: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]],
+        launch_count: Tensor,
+    ) -> None:
+        """Compile and load every kernel that these numbers of tokens reach. Collective.
+
+        Over several ranks each number is launched as a bucket and padded to the capacity.
+        """
+        any_weights = weights()
+        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self._warm_up_staging(nothing)
+        told = self._step_rows.rows
+        for tokens in sorted({0, *token_counts}):
+            x = torch.zeros(tokens, self._hidden, dtype=torch.bfloat16, device=self.device)
+            ids = torch.full((tokens, self.top_k), -1, dtype=torch.int32, device=self.device)
+            scores = torch.zeros(tokens, self.top_k, device=self.device)
+            try:
+                for rows in (None,) if self.world_size == 1 else (tokens, None):
+                    self._step_rows.rows = rows
+                    out = torch.empty_like(x)
+                    self.launch(x, ids, scores, *any_weights, nothing, launch_count, out)
+            finally:
+                self._step_rows.rows = told
+
+    def _warm_up_staging(self, nothing: Tensor) -> None:
+        """Every combination of dtypes and alignment, on no rows and a counter of its own."""
+        hidden, top_k = self._hidden, self.top_k
+        wide = torch.zeros(2, hidden + 1, dtype=torch.bfloat16, device=self.device)
+        uncounted = torch.zeros_like(nothing)
+        for x in (wide[:, :hidden].contiguous(), wide[:, 1:]):
+            for ids_dtype in (torch.int32, torch.int64):
+                ids = torch.full((2, top_k), -1, dtype=ids_dtype, device=self.device)
+                for dtype in (torch.float32, torch.bfloat16):
+                    scores = torch.zeros(2, top_k, dtype=dtype, device=self.device)
+                    self._stage(x, ids, scores, nothing, uncounted, 0)
+
+    def reset(self) -> None:
+        """Forget launches that did not finish. Collective."""
+        self._arrived.zero_()
+        if isinstance(self._transport, SymmetricTransport):
+            self._transport.reset()
+
+    def close(self) -> None:
+        """Wait for this rank's launches, then let go of the workspaces. Never waits for a peer."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self._closed, self._transport = True, None
+        for name, value in list(vars(self).items()):
+            if isinstance(value, Tensor):
+                delattr(self, name)
+
+
+def _import_kernels() -> Any:
+    from . import triton_moe  # imports triton
+
+    return triton_moe
+
+
+def _power_of_two(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()
