@@ -1,0 +1,144 @@
+"""Timing, host time and kernels of a decode step.
+
+Traps, all met before: one input set measures caches, so every timed step gets fresh random tokens;
+zeros time faster than random data; the first steps after a capture are slow. Figures compare within
+one run only.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Kernels of the experts by name, in any of the columns: routing's sort and offsets included, since
+# only the unfused implementations need them. What Inductor fused is named after its operators.
+EXPERT_KERNELS = re.compile(
+    r"mega_moe|megamoe|pre_dispatch|small_batch|permute_quantize|swiglu_quantize|combine_kernel"
+    r"|fp8_gemm|grouped|GroupProblem|kernelHistogram|histc|RadixSort|radixSort|DeviceScan|_sort"
+    r"|silu|gather_experts|MemsetPadding",
+    re.IGNORECASE,
+)
+PROFILED_REPLAYS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """Milliseconds of a step: the median and the interquartile range over `steps`."""
+
+    median: float
+    spread: float
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelShare:
+    """Kernels of one step, from a profile of replays."""
+
+    experts: float  # fraction of all kernel time
+    kernel_ms: float  # sum of all kernels
+    kernels: int
+    largest: list[tuple[str, float, int]]  # name, ms per step, launches per step
+
+
+def time_steps(
+    step: Callable[[Tensor], object], tokens: Tensor, steps: int, budget_s: float
+) -> StepTime:
+    """Time `step(tokens[i])`, each with its own tokens, until `steps` or until the budget is spent.
+
+    Args:
+        tokens: int64 [N, B] on the device; used in turn. On CUDA a time lies between two events
+            around the whole step, the copy of its tokens included.
+    """
+    cuda = tokens.device.type == "cuda"
+    samples = []
+    for index in range(2):
+        step(tokens[index % tokens.shape[0]])
+    begin = time.perf_counter()
+    while len(samples) < steps and (len(samples) < 3 or time.perf_counter() - begin < budget_s):
+        row = tokens[len(samples) % tokens.shape[0]]
+        if cuda:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            step(row)
+            end.record()
+            end.synchronize()
+            samples.append(start.elapsed_time(end))
+        else:
+            started = time.perf_counter()
+            step(row)
+            samples.append((time.perf_counter() - started) * 1e3)
+    low, _, high = statistics.quantiles(samples, n=4)
+    return StepTime(statistics.median(samples), high - low, len(samples))
+
+
+def host_microseconds(step: Callable[[Tensor], object], tokens: Tensor, calls: int = 30) -> float:
+    """Host time of one call, the median; the device is idle before each."""
+    samples = []
+    for index in range(calls):
+        torch.cuda.synchronize()
+        start = time.perf_counter_ns()
+        step(tokens[index % tokens.shape[0]])
+        samples.append((time.perf_counter_ns() - start) / 1e3)
+    torch.cuda.synchronize()
+    return statistics.median(samples)
+
+
+def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShare:
+    """Profile a few replays: which part of the kernels' time belongs to the experts."""
+    from torch.autograd import DeviceType
+    from torch.profiler import ProfilerActivity, profile
+
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as run:
+        for index in range(PROFILED_REPLAYS):
+            step(tokens[index % tokens.shape[0]])
+        torch.cuda.synchronize()
+    rows: dict[str, tuple[float, int]] = {}
+    for event in run.key_averages():
+        if event.device_type == DeviceType.CUDA:
+            ms, count = rows.get(event.key, (0.0, 0))
+            rows[event.key] = ms + event.self_device_time_total / 1e3, count + event.count
+    total = sum(ms for ms, _ in rows.values())
+    experts = sum(ms for name, (ms, _) in rows.items() if EXPERT_KERNELS.search(name))
+    largest = sorted(rows.items(), key=lambda row: -row[1][0])[:16]
+    return KernelShare(
+        experts / total if total else 0.0,
+        total / PROFILED_REPLAYS,
+        sum(count for _, count in rows.values()) // PROFILED_REPLAYS,
+        [
+            (name[:160], ms / PROFILED_REPLAYS, count // PROFILED_REPLAYS)
+            for name, (ms, count) in largest
+        ],
+    )
+
+
+def step_bytes(step: Any, batch: int, touched: float, expert_bytes: int) -> float:
+    """Bytes that a step reads at least: dense weights once, touched experts, the requests' cache.
+
+    Args:
+        step: a BenchStep. touched: experts that a step touches, summed over its layers.
+        expert_bytes: of one expert, as this column stores it.
+    """
+    embedding = step.body.embed_tokens.weight
+    expert_modules = {
+        id(parameter)
+        for module in step.model.modules()
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        for parameter in module.parameters()
+    }
+    dense = sum(
+        parameter.nbytes
+        for parameter in step.model.parameters()
+        if id(parameter) not in expert_modules and parameter is not embedding
+    )
+    if step.model.lm_head.weight is embedding:  # tied: the output layer reads all of it
+        dense += embedding.nbytes
+    cache = sum(buffer.nbytes // buffer.shape[0] * batch for buffer in step.stores.buffers())
+    return dense + touched * expert_bytes + cache
