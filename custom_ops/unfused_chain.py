@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import mismatch
 from .reference import BLOCK, FP8, dequantize_blocks, dequantize_rows
 
-# The GEMM's tiles are up to 256 rows, and it writes whole tiles: an expert's room must end with one.
+# The GEMM writes whole tiles, of up to 256 rows: an expert's room must end with one.
 ROW_ALIGNMENT = 256
 
 # (a [E, M, C], its scales [E, M, C/128] row-minor, b [E, N, C], its scales [E, N/128, C/128],

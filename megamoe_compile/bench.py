@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="(default: all four)",
     )
     parser.add_argument(
-        "--steps", type=_positive, default=50, help="timed steps of a batch (default: 50)"
+        "--steps", type=_positive, help="timed steps of a batch (default: 50; with --parity 256)"
     )
     parser.add_argument(
         "--budget",
@@ -117,6 +117,7 @@ def run(args: argparse.Namespace) -> int:
     """
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batches = tuple(sorted(set(args.batch)))
+    steps = args.steps or (256 if args.parity else 50)
     extra = args.buckets or [n for n in DEFAULT_BUCKETS if n < batches[-1]]
     try:
         layers = args.layers
@@ -136,7 +137,7 @@ def run(args: argparse.Namespace) -> int:
         batches=batches,
         buckets=tuple(sorted({*batches, *extra})),
         context_length=args.context,
-        steps=args.steps,
+        steps=steps,
         budget_s=args.budget,
         attention=ATTENTION if args.attention == "gemm" else "sdpa",
         backend=args.backend,
@@ -152,7 +153,7 @@ def run(args: argparse.Namespace) -> int:
         "model": source.name,
         "context": args.context,
         "attention": args.attention,
-        "steps": args.steps,
+        "steps": steps,
         "command": "megamoe " + " ".join(sys.argv[1:]),
         **environment(args.commit),
     }

@@ -109,7 +109,7 @@ class RandomSource:
                 dtype = torch.float32 if "bias" in name else torch.bfloat16
                 return torch.full(shape, fill_value, device=device, dtype=dtype)
             weight = torch.empty(shape, device=device, dtype=torch.bfloat16)
-            # Rows of unit variance; a router's logits of standard deviation 4, peaked as if trained.
+            # Outputs of unit variance; a router's of 16, peaked as if it were trained.
             gain = 4.0 if name.endswith("mlp.gate.weight") else 1.0
             std = 1.0 if "embed_tokens" in name else gain * shape[1] ** -0.5
             return weight.normal_(std=std, generator=generator)

@@ -43,7 +43,7 @@ def decode_attention(
 
     Args:
         query: [B, Q, 1, D]. key: [B, K, L, D], value: [B, K, L, Dv], Q a multiple of K.
-        attention_mask: [1, 1, 1, L] fp32, added to the scores.
+        attention_mask: [1 or B, 1, 1, L] fp32, added to the scores.
 
     Returns:
         ([B, 1, Q, Dv], None)
@@ -53,7 +53,7 @@ def decode_attention(
     pairs, groups = batch * kv_heads, heads // kv_heads
     rows = query.reshape(pairs, groups, dim)
     scores = torch.bmm(rows, key.reshape(pairs, length, dim).transpose(1, 2))
-    scores = scores.float() * scaling + attention_mask[0]
+    scores = scores.view(batch, kv_heads, groups, length).float() * scaling + attention_mask
     weights = scores.softmax(-1).to(query.dtype)
     parts = 1
     while pairs * parts < MIN_GEMMS and length % (2 * parts) == 0 and length // parts > 64:

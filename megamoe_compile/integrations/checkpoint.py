@@ -4,13 +4,14 @@
 
 The model is built without memory (on the meta device), its layers take the experts one at a time,
 and every other weight goes straight to the device. So the peak is the loaded weights and a few
-experts. Checkpoints are those with one tensor per projection and expert, in bf16 or, as DeepSeek-V3
-ships them, in e4m3 with a `weight_scale_inv` per 128x128 block. Linear layers outside of the experts
-that are in FP8 are dequantized to bf16.
+experts. Checkpoints are those with one tensor per projection and expert, in bf16 or, as those of
+DeepSeek-V3, in e4m3 with a `weight_scale_inv` per 128x128 block. Linear layers outside of the
+experts that are in FP8 are dequantized to bf16.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import sys
@@ -221,6 +222,8 @@ def empty_model(config: Any, attention: str | None = None) -> nn.Module:
     """The causal language model of a configuration in bf16, on the meta device: no memory."""
     from transformers import AutoModelForCausalLM
 
+    # A model keeps its implementations of attention and experts in its configuration.
+    config = copy.deepcopy(config)
     options = {} if attention is None else {"attn_implementation": attention}
     with torch.device("meta"):
         model = cast(Any, AutoModelForCausalLM).from_config(config, dtype=torch.bfloat16, **options)
