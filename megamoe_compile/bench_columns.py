@@ -355,9 +355,9 @@ def _compiled_cell(
     graph = _capture(lambda: step(static, position))
     capture_s = time.perf_counter() - began
 
-    def replay(tokens: Tensor) -> object:
+    def replay(tokens: Tensor) -> None:
         static.copy_(tokens)
-        return graph.replay()
+        graph.replay()
 
     cell = _cell(step, options, batch, name, replay, touched, weight_bytes)
     cell.compile_s, cell.capture_s = compile_s, capture_s
@@ -434,7 +434,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _line(cell: Cell) -> str:
-    share = "" if cell.share is None else f", experts {cell.share.experts:.0%} of kernel time"
+    share = "" if cell.share is None else f", MoE {cell.share.moe_block:.0%} of kernel time"
     return (
         f"  batch {cell.batch}, {cell.implementation}: {cell.time.median:.3f} ms "
         f"(+-{cell.time.spread:.3f}), {cell.tokens_per_s:.1f} tokens/s{share}"

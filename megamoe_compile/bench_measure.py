@@ -11,20 +11,17 @@ import dataclasses
 import re
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-# Kernels of the experts by name, in any of the columns: routing's sort and offsets included, since
-# only the unfused implementations need them. What Inductor fused is named after its operators.
-EXPERT_KERNELS = re.compile(
-    r"mega_moe|megamoe|pre_dispatch|small_batch|permute_quantize|swiglu_quantize|combine_kernel"
-    r"|fp8_gemm|grouped|GroupProblem|kernelHistogram|histc|RadixSort|radixSort|DeviceScan|_sort"
-    r"|silu|gather_experts|MemsetPadding",
-    re.IGNORECASE,
-)
+# A replay runs its kernels in the order of the model. Between a router's top-k and the next
+# RMSNorm, by the names that PyTorch, Inductor and our own router give these kernels, lies the MoE
+# block: permutations, experts, shared experts and the residual sum.
+ROUTER_END = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
+BLOCK_END = re.compile(r"rsqrt", re.IGNORECASE)
 PROFILED_REPLAYS = 3
 
 
@@ -41,7 +38,7 @@ class StepTime:
 class KernelShare:
     """Kernels of one step, from a profile of replays."""
 
-    experts: float  # fraction of all kernel time
+    moe_block: float  # fraction of all kernel time
     kernel_ms: float  # sum of all kernels
     kernels: int
     largest: list[tuple[str, float, int]]  # name, ms per step, launches per step
@@ -57,7 +54,7 @@ def time_steps(
             around the whole step, the copy of its tokens included.
     """
     cuda = tokens.device.type == "cuda"
-    samples = []
+    samples: list[float] = []
     for index in range(2):
         step(tokens[index % tokens.shape[0]])
     begin = time.perf_counter()
@@ -91,8 +88,8 @@ def host_microseconds(step: Callable[[Tensor], object], tokens: Tensor, calls: i
 
 
 def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShare:
-    """Profile a few replays: which part of the kernels' time belongs to the experts."""
-    from torch.autograd import DeviceType
+    """Profile a few replays: which part of the kernels' time belongs to the MoE blocks."""
+    from torch._C._autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
     torch.cuda.synchronize()
@@ -100,22 +97,35 @@ def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShar
         for index in range(PROFILED_REPLAYS):
             step(tokens[index % tokens.shape[0]])
         torch.cuda.synchronize()
+    events = [event for event in run.events() if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    return share_of(
+        [(event.name, event.time_range.elapsed_us() / 1e3) for event in events], PROFILED_REPLAYS
+    )
+
+
+def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:
+    """The share of the MoE blocks in (name, ms) of all kernels of some replays, in their order."""
     rows: dict[str, tuple[float, int]] = {}
-    for event in run.key_averages():
-        if event.device_type == DeviceType.CUDA:
-            ms, count = rows.get(event.key, (0.0, 0))
-            rows[event.key] = ms + event.self_device_time_total / 1e3, count + event.count
-    total = sum(ms for ms, _ in rows.values())
-    experts = sum(ms for name, (ms, _) in rows.items() if EXPERT_KERNELS.search(name))
+    total = experts = block = 0.0
+    inside = False
+    for name, ms in kernels:
+        total += ms
+        before, count = rows.get(name, (0.0, 0))
+        rows[name] = before + ms, count + 1
+        if ROUTER_END.search(name):
+            inside, block = True, 0.0  # a router of several top-ks ends with its last
+        elif inside and BLOCK_END.search(name):
+            inside = False
+            experts += block
+        elif inside:
+            block += ms
     largest = sorted(rows.items(), key=lambda row: -row[1][0])[:16]
     return KernelShare(
         experts / total if total else 0.0,
-        total / PROFILED_REPLAYS,
-        sum(count for _, count in rows.values()) // PROFILED_REPLAYS,
-        [
-            (name[:160], ms / PROFILED_REPLAYS, count // PROFILED_REPLAYS)
-            for name, (ms, count) in largest
-        ],
+        total / replays,
+        len(kernels) // replays,
+        [(name[:160], ms / replays, count // replays) for name, (ms, count) in largest],
     )
 
 
@@ -141,4 +151,4 @@ def step_bytes(step: Any, batch: int, touched: float, expert_bytes: int) -> floa
     if step.model.lm_head.weight is embedding:  # tied: the output layer reads all of it
         dense += embedding.nbytes
     cache = sum(buffer.nbytes // buffer.shape[0] * batch for buffer in step.stores.buffers())
-    return dense + touched * expert_bytes + cache
+    return float(dense + touched * expert_bytes + cache)
