@@ -268,7 +268,8 @@ class PeakStorage(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
 
 
 # -- ranks ----------------------------------------------------------------------------------------

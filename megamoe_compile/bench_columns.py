@@ -25,6 +25,7 @@ from .bench_measure import (
     StepTime,
     host_microseconds,
     kernel_share,
+    percent,
     step_bytes,
     time_steps,
 )
@@ -434,7 +435,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _line(cell: Cell) -> str:
-    share = "" if cell.share is None else f", MoE {cell.share.moe_block:.0%} of kernel time"
+    share = "" if cell.share is None else f", MoE {percent(cell.share)} of kernel time"
     return (
         f"  batch {cell.batch}, {cell.implementation}: {cell.time.median:.3f} ms "
         f"(+-{cell.time.spread:.3f}), {cell.tokens_per_s:.1f} tokens/s{share}"

@@ -17,11 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# A replay runs its kernels in the order of the model. Between a router's top-k and the next
-# RMSNorm, by the names that PyTorch, Inductor and our own router give these kernels, lies the MoE
-# block: permutations, experts, shared experts and the residual sum.
-ROUTER_END = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
-BLOCK_END = re.compile(r"rsqrt", re.IGNORECASE)
+ROUTER = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
+NORM = re.compile(r"rsqrt", re.IGNORECASE)
 PROFILED_REPLAYS = 3
 
 
@@ -38,10 +35,14 @@ class StepTime:
 class KernelShare:
     """Kernels of one step, from a profile of replays."""
 
-    moe_block: float  # fraction of all kernel time
+    moe_block: float | None  # fraction of all kernel time; None where no block was recognized
     kernel_ms: float  # sum of all kernels
     kernels: int
     largest: list[tuple[str, float, int]]  # name, ms per step, launches per step
+
+
+def percent(share: KernelShare) -> str:
+    return "unknown" if share.moe_block is None else f"{share.moe_block:.0%}"
 
 
 def time_steps(
@@ -105,26 +106,40 @@ def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShar
 
 
 def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:
-    """The share of the MoE blocks in (name, ms) of all kernels of some replays, in their order."""
+    """The share of the MoE blocks in (name, ms) of all kernels of some replays, in their order.
+
+    A replay runs its kernels in the order of the model. The MoE block of a layer, permutations,
+    experts, shared experts and the residual sum, lies between the last kernel of a router's top-k
+    and the first kernel of the next layer. That one is the RMSNorm with which a layer begins, the
+    first of a replay: all layers share one compiled code, hence this name. The last layer has no
+    next one, and counts as the mean of the others.
+    """
     rows: dict[str, tuple[float, int]] = {}
-    total = experts = block = 0.0
-    inside = False
     for name, ms in kernels:
-        total += ms
         before, count = rows.get(name, (0.0, 0))
         rows[name] = before + ms, count + 1
-        if ROUTER_END.search(name):
-            inside, block = True, 0.0  # a router of several top-ks ends with its last
-        elif inside and BLOCK_END.search(name):
-            inside = False
-            experts += block
-        elif inside:
-            block += ms
+    total = sum(ms for _, ms in kernels)
+    blocks, unfinished = [], 0
+    length = len(kernels) // replays
+    for start in range(0, length * replays, length or 1):
+        replay = kernels[start : start + length]
+        first = next((name for name, _ in replay if NORM.search(name)), None)
+        inside, block = False, 0.0
+        for name, ms in replay:
+            if ROUTER.search(name):
+                inside, block = True, 0.0
+            elif inside and name == first:
+                blocks.append(block)
+                inside = False
+            elif inside:
+                block += ms
+        unfinished += inside
+    all_blocks = sum(blocks) * (1 + unfinished / len(blocks)) if blocks else None
     largest = sorted(rows.items(), key=lambda row: -row[1][0])[:16]
     return KernelShare(
-        experts / total if total else 0.0,
+        None if all_blocks is None or not total else all_blocks / total,
         total / replays,
-        len(kernels) // replays,
+        length,
         [(name[:160], ms / replays, count // replays) for name, (ms, count) in largest],
     )
 

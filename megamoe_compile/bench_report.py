@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .bench_columns import Cell, ColumnResult
+from .bench_measure import percent
 
 TITLES = {
     "hf-eager": "transformers, eager",
@@ -76,7 +77,7 @@ def table(columns: Sequence[ColumnResult]) -> str:
             f"{cell.time.median:.3f}",
             f"{cell.time.spread:.3f}",
             f"{over[batch]:.2f}" if column.name == "megamoe" and batch in over else "",
-            "" if cell.share is None else f"{cell.share.moe_block:.0%}",
+            "" if cell.share is None else percent(cell.share),
             f"{cell.gigabytes_per_s:.0f}",
             _number(cell.compile_s),
             _number(cell.capture_s),
