@@ -1,4 +1,4 @@
-"""A small checkpoint in the format of DeepSeek-V3's: FP8 with block scales, in shards with an index."""
+"""A small checkpoint as DeepSeek-V3 is shipped: FP8 with block scales, in shards with an index."""
 
 from __future__ import annotations
 
