@@ -18,6 +18,7 @@ pytest.importorskip("safetensors")
 
 from checkpoint_helpers import small_config, write_checkpoint
 
+from megamoe_compile import cli
 from megamoe_compile.custom_ops.reference import (
     deinterleave_gate_up,
     dequantize_blocks,
@@ -186,3 +187,17 @@ def test_peak_memory_on_a_gpu(tmp_path: Path) -> None:
         # The staging buffer is allocated too, once, whatever the size of the model.
         assert peak - context.buffer_bytes <= 1.02 * weights, (peak, weights)
         assert model(torch.randint(256, (1, 4), device="cuda")).logits.isfinite().all()
+
+
+@pytest.mark.multirank
+def test_decode_streams_a_share_on_each_rank(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Two ranks with half of the experts each, against rank 0 with all of them."""
+    write_checkpoint(tmp_path, small_config(hidden_size=512, moe_intermediate_size=256))
+    arguments = ["--model", str(tmp_path), "--ranks", "2", "--steps", "12", "--buckets", "2"]
+    code = cli.main(["decode", *arguments, "--json"])
+    report = json.loads(capfd.readouterr().out)
+    assert code == 0, report
+    assert report["parity"]
+    assert report["ranks"] == 2

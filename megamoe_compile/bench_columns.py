@@ -267,14 +267,17 @@ def _megamoe(
     start: float,
     stack: contextlib.ExitStack,
 ) -> None:
+    from .integrations.routers import fuse_routers
     from .integrations.transformers import prepare
 
     set_fp8_experts(model, options.source, options.device)
     context = stack.enter_context(
         prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
     )
+    routers = sorted(set(fuse_routers(model).values()))
     step = _built(model, options, say, result, start)
     result.notes.append(f"backend {context.backend}: {context.reason}")
+    result.notes.append(f"routers: {', '.join(routers)}")
     result.notes.append(f"symmetric buffer {context.buffer_bytes} bytes, not in the peak")
     began = time.perf_counter()
     context.warmup(options.buckets)

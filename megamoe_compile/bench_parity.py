@@ -137,6 +137,7 @@ def _captured(step: DecodeStep, context: MegaMoEContext, options: Options, say: 
 
 
 def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, MegaMoEContext]:
+    from .integrations.routers import fuse_routers
     from .integrations.transformers import prepare
 
     model = model_without_experts(options.source, options.device, "sdpa")
@@ -144,6 +145,7 @@ def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, 
     context = stack.enter_context(
         prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
     )
+    fuse_routers(model)
     return model, context
 
 
