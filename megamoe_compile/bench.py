@@ -88,6 +88,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all columns: batched GEMMs without repeated keys, or the one of transformers "
         "(default: gemm)",
     )
+    parser.add_argument(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="profile a few replays on CUDA, for the share of the MoE blocks (default: yes)",
+    )
     parser.add_argument("--device", type=torch.device, help="(default: cuda where there is one)")
     parser.add_argument(
         "--backend",
@@ -142,6 +148,7 @@ def run(args: argparse.Namespace) -> int:
         attention=ATTENTION if args.attention == "gemm" else "sdpa",
         backend=args.backend,
         seed=args.seed,
+        profile=args.profile,
     )
     register_attention()
     began = time.perf_counter()

@@ -26,6 +26,7 @@ from .bench_measure import (
     host_microseconds,
     kernel_share,
     percent,
+    start_profiler,
     step_bytes,
     time_steps,
 )
@@ -64,6 +65,7 @@ class Options:
     attention: str
     backend: Backend
     seed: int
+    profile: bool = True  # on CUDA
 
     def tokens(self, batch: int) -> Tensor:
         """Random tokens, int64 [N, B], the same for all columns."""
@@ -429,7 +431,8 @@ def _profile(cell: Cell, run: Step, options: Options) -> None:
     if options.device.type == "cuda":
         tokens = options.tokens(cell.batch)
         cell.host_us = host_microseconds(run, tokens)
-        cell.share = kernel_share(run, tokens)
+        if options.profile:
+            cell.share = kernel_share(run, tokens)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -452,6 +455,8 @@ def _short(error: BaseException) -> str:
 
 def run_columns(names: Sequence[str], options: Options, say: Say) -> Iterator[ColumnResult]:
     """Run columns one after another; each is yielded as it ends, failed ones with their error."""
+    if options.profile and options.device.type == "cuda":
+        start_profiler()
     for name in names:
         say(f"column {name}")
         result = ColumnResult(name)

@@ -105,6 +105,15 @@ def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShar
     )
 
 
+def start_profiler() -> None:
+    """Profile next to nothing. What a first profile leaves behind then weighs on every column."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]):
+        torch.zeros(1, device="cuda")
+        torch.cuda.synchronize()
+
+
 def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:
     """The share of the MoE blocks in (name, ms) of all kernels of some replays, in their order.
 

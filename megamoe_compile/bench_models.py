@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from .custom_ops.errors import mismatch
-from .custom_ops.reference import BLOCK, FP8, FP8_MAX, quantize_blocks
-from .integrations.checkpoint import Checkpoint, dequantize, empty_model, fill
+from .custom_ops.reference import BLOCK, FP8, FP8_MAX, dequantize_blocks, quantize_blocks
+from .integrations.checkpoint import Checkpoint, empty_model, fill
 from .integrations.hf_experts import find_experts
 
 # Class of transformers, and what differs from its defaults.
@@ -216,7 +216,7 @@ def set_bf16_experts(model: nn.Module, source: Source, device: torch.device) -> 
         ):
             values = torch.empty(weights.shape, device=device, dtype=torch.bfloat16)
             for expert in range(weights.shape[0]):
-                values[expert] = dequantize(weights[expert], scales[expert])
+                values[expert] = dequantize_blocks(weights[expert], scales[expert])
             module.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
 
