@@ -11,17 +11,16 @@ around a single short replay measure launch latency, hence many calls per graph.
 
 from __future__ import annotations
 
-import datetime
 import json
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from megamoe_compile.environment import environment as environment
 
 
 @dataclass(frozen=True)
@@ -114,30 +113,6 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1000)
     return 2 * source.nbytes / statistics.median(samples[2:])
-
-
-def environment(commit: str | None = None) -> dict[str, Any]:
-    """GPU, driver, versions, date, and the commit: given, where the run has no repository."""
-
-    def run(*command: str) -> str:
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
-        except (OSError, subprocess.CalledProcessError):
-            return "unknown"
-        return done.stdout.strip()
-
-    from megamoe_compile.custom_ops.deep_gemm import installed_version
-
-    return {
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "gpu": torch.cuda.get_device_name(),
-        "driver": run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "sgl-deep-gemm": installed_version(),
-        "python": platform.python_version(),
-        "commit": commit or run("git", "describe", "--always", "--dirty"),
-    }
 
 
 def write_results(path: Path, data: Mapping[str, Any], table: str) -> None:

@@ -311,6 +311,14 @@ def load_api() -> Api:
     return BoundedApi(wheel, ops) if version >= (0, 2, 5) else TorchOpsApi(wheel, ops)
 
 
+def masked_grouped_gemm() -> Callable[..., None]:
+    """The wheel's masked grouped FP8 GEMM, by itself: `GroupedGemm` of unfused_chain.py."""
+    import deep_gemm
+
+    gemm = deep_gemm.fp8_m_grouped_gemm_nt_masked
+    return lambda a, a_scale, b, b_scale, *rest: gemm((a, a_scale), (b, b_scale), *rest)
+
+
 class DeepGemmRuntime:
     """One rank's symmetric buffer, staging kernel and mega kernel. Construction is collective.
 

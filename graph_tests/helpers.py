@@ -11,7 +11,7 @@ import os
 import re
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -268,7 +268,28 @@ class PeakStorage(TorchDispatchMode):
 
 
 def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta]
+
+
+def assert_same_choices(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float) -> None:
+    """Two greedy decodes, logits [B, V] per step, agree as far as they see the same tokens.
+
+    Logits differ by at most `tolerance` of a row's largest, and the choice is equal wherever the
+    first leads by more. A row is compared up to its first choice that rounding may turn.
+    """
+    assert len(got) == len(want)
+    for row in range(want[0].shape[0]):
+        for step, (g, w) in enumerate(zip(got, want, strict=True)):
+            mine, other = g[row].float(), w[row].float()
+            scale = other.abs().max()
+            error = ((mine - other).abs().max() / scale).item()
+            assert error <= tolerance, f"row {row}, step {step}: logits differ by {error:.3g}"
+            first, second = other.topk(2).values
+            same = bool(mine.argmax() == other.argmax())
+            assert same or (first - second) / scale <= tolerance, f"row {row}, step {step}"
+            if not same:
+                break
 
 
 # -- ranks ----------------------------------------------------------------------------------------

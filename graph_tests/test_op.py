@@ -9,6 +9,7 @@ import pytest
 import torch
 from helpers import (
     Inputs,
+    assert_close,
     assert_one_sentence,
     assert_same,
     make_config,
@@ -279,8 +280,13 @@ def test_unknown_context_id_is_refused(layer: mm.MegaMoE, context_id: int) -> No
 
 
 def test_dense_experts_equal_picked_ones(layer: mm.MegaMoE) -> None:
-    """The form without host synchronization, for a CUDA stream, gives the same bits."""
+    """The form without host synchronization, for a CUDA stream, gives the same.
+
+    Not the same bits on every CPU: a matrix product's order of sums may depend on its rows.
+    """
     x, ids, weights = random_inputs(layer.context.config, 9)
     ids[2, 0], ids[3] = -1, -1
     arguments = (x.float(), ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
-    assert_same(expert_slots(*arguments, dense=True), expert_slots(*arguments))
+    dense, picked = expert_slots(*arguments, dense=True), expert_slots(*arguments)
+    assert_close(dense, picked, 1e-4)
+    assert not dense[3].any() and not dense[2, 0].any()

@@ -17,6 +17,7 @@ from helpers import (
     PeakStorage,
     assert_close,
     assert_same,
+    assert_same_choices,
     oracle,
     outcome,
     refuses,
@@ -480,6 +481,27 @@ def test_generate_with_a_static_cache(compiled: bool) -> None:
         )
     assert tokens.tolist() == expected.tolist()
     assert bool(counters["stats"]["unique_graphs"]) == compiled
+
+
+def test_generate_by_name_alone_compiled_with_inductor() -> None:
+    """`register` and experts_implementation="megamoe": the eager prefill converts the experts."""
+    megamoe.register(max_tokens_per_rank=CAPACITY)
+    model = make_model()
+    model.set_experts_implementation("megamoe")
+    options: dict[str, Any] = dict(max_new_tokens=5, min_new_tokens=5, do_sample=False)
+    options |= dict(output_logits=True, return_dict_in_generate=True)
+    options["attention_mask"] = torch.ones_like(PROMPT)
+    expected = model.generate(PROMPT, **options)
+    config = transformers.CompileConfig(fullgraph=True, mode=None)
+    config._compile_all_devices = True
+    counters.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        got = model.generate(
+            PROMPT, cache_implementation="static", compile_config=config, **options
+        )
+    assert counters["stats"]["unique_graphs"] >= 1
+    assert_same_choices(got.logits, expected.logits, 0.05)
 
 
 # -- what is refused -------------------------------------------------------------------------------

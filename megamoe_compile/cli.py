@@ -20,6 +20,7 @@ COMMANDS = {
     "doctor": "say what can run here, or why not and what to change",
     "plan": "memory per rank for a model, a number of ranks and a capacity",
     "decode": "decode a Mixture-of-Experts model through compiled, captured steps",
+    "bench": "decode a whole model with and without MegaMoE, and compare the times",
 }
 EXTRAS = {"transformers": "hf"}  # modules that a command may lack, and the extra that brings them
 

@@ -311,6 +311,7 @@ def decode_rank(
     args: argparse.Namespace, local_rank: int, group: dist.ProcessGroup | None
 ) -> DecodeReport:
     """`decode` as the arguments say, on one rank of `group`."""
+    from .integrations.checkpoint import has_separate_experts, load_checkpoint
     from .integrations.transformers import prepare
 
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -320,7 +321,18 @@ def decode_rank(
         torch.cuda.set_device(device)
     buckets = [requests * args.width for requests in args.buckets]
 
+    streamed = args.model is not None and has_separate_experts(args.model)
+
     def prepared(capacity: int, group: dist.ProcessGroup | None) -> Reference:
+        if streamed:
+            model, context = load_checkpoint(
+                args.model,
+                device=device,
+                max_tokens_per_rank=capacity,
+                group=group,
+                backend=args.backend,
+            )
+            return Reference(model, closing.enter_context(context))
         model = random_model(args.seed) if args.model is None else load_model(args.model)
         context = prepare(
             model, max_tokens_per_rank=capacity, group=group, device=device, backend=args.backend

@@ -94,9 +94,15 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     return modules
 
 
-def layout_of(experts: Any, name: str, group: dist.ProcessGroup | None) -> Layout:
-    """The layout of an experts module. ValueError where the kernels don't compute it."""
-    _check_kind(experts, name)
+def layout_of(
+    experts: Any, name: str, group: dist.ProcessGroup | None, *, empty: bool = False
+) -> Layout:
+    """The layout of an experts module. ValueError where the kernels don't compute it.
+
+    Args:
+        empty: the weights may be on the meta device, since they come later.
+    """
+    _check_kind(experts, name, empty)
     w13, w2 = local_parameter(experts, "gate_up_proj"), local_parameter(experts, "down_proj")
     transposed = bool(experts.is_transposed)
     count, hidden, intermediate = w2.shape if not transposed else w2.mT.shape
@@ -148,10 +154,10 @@ def _is_sharded(tensor: Any, dim: int | None = None) -> bool:
     )
 
 
-def _check_kind(experts: Any, name: str) -> None:
+def _check_kind(experts: Any, name: str, empty: bool) -> None:
     tensors = {key: experts._parameters.get(key) for key in PARAMETERS}
     dtypes = {t.dtype for key, t in tensors.items() if t is not None and "scale" not in key}
-    if any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
+    if not empty and any(tensor is not None and tensor.is_meta for tensor in tensors.values()):
         raise ValueError(
             mismatch(f"weights of {name}", "loaded", "on the meta device", "Load them first.")
         )
@@ -221,12 +227,17 @@ def convert(experts: Any, layout: Layout, context: MegaMoEContext) -> HFExperts:
             layer.load_expert(expert, w13_t, None, w2_t, None)
     else:
         layer.load_weights(w13.contiguous(), s13, w2.contiguous(), s2)
+    attach(experts, layer)
+    return layer
+
+
+def attach(experts: Any, layer: HFExperts) -> None:
+    """Make `layer` the child of an inspected experts module, and free the module's own weights."""
     for name in PARAMETERS:
         if name in experts._parameters:
             experts._parameters[name] = _remains(experts._parameters[name])
     experts.add_module(CHILD, layer)
     experts.register_state_dict_pre_hook(_refuse_state_dict)
-    return layer
 
 
 def _remains(parameter: Any) -> nn.Parameter | None:

@@ -33,7 +33,16 @@ from ..config import MegaMoEConfig
 from ..context import MegaMoEContext
 from ..custom_ops.errors import MegaMoEError, mismatch
 from ..hf_config import moe_shape
-from .hf_experts import CHILD, HFExperts, Layout, convert, find_experts, layout_of, local_parameter
+from .hf_experts import (
+    CHILD,
+    HFExperts,
+    Layout,
+    attach,
+    convert,
+    find_experts,
+    layout_of,
+    local_parameter,
+)
 
 NAME = "megamoe"
 OLDEST = (5, 17)
@@ -97,10 +106,35 @@ def prepare(
             nothing has been converted then.
         MegaMoEError: converted already. BackendUnavailable: see MegaMoEContext.
     """
+    options = _Options(max_tokens_per_rank, group, device, config_changes)
+    return _prepare(model, options, empty=False)
+
+
+def prepare_empty(
+    model: nn.Module,
+    *,
+    max_tokens_per_rank: int,
+    device: torch.device | str,
+    group: dist.ProcessGroup | None = None,
+    **config_changes: Any,
+) -> MegaMoEContext:
+    """As `prepare`, for a model whose experts are on the meta device: the layers have no weights.
+
+    Load them expert by expert, by `load_expert` of each experts module's child "megamoe"; see
+    `load_checkpoint`.
+    """
+    options = _Options(max_tokens_per_rank, group, device, config_changes)
+    return _prepare(model, options, empty=True)
+
+
+def _prepare(model: nn.Module, options: _Options, *, empty: bool) -> MegaMoEContext:
+    group, device = options.group, options.device
     if any(NAME not in registry for registry in _registries()):
-        register(max_tokens_per_rank=max_tokens_per_rank)
+        register(max_tokens_per_rank=options.max_tokens_per_rank)
     modules = find_experts(model)
-    layouts = {name: layout_of(module, name, group) for name, module in modules.items()}
+    layouts = {
+        name: layout_of(module, name, group, empty=empty) for name, module in modules.items()
+    }
     first = next(iter(layouts))
     for name, layout in layouts.items():
         if layout != layouts[first]:
@@ -122,13 +156,16 @@ def prepare(
                 "A context runs on one: pass device=, or load the model without a device map.",
             )
         )
-    options = _Options(max_tokens_per_rank, group, device, config_changes)
     config = options.config(layouts[first], moe_shape(modules[first].config)["top_k"])
     context = MegaMoEContext(config, group, options.device_of(modules[first]))
     try:
         _switch(model, modules)
         for module in modules.values():
-            convert(module, layouts[first], context)
+            if empty:
+                layer = HFExperts(context, local_ids=layouts[first].local_ids)
+                attach(module, layer)
+            else:
+                convert(module, layouts[first], context)
     except BaseException:
         context.close()
         raise

@@ -1,0 +1,429 @@
+"""`megamoe bench` on a CPU: its steps, columns, reports, and the parity check."""
+
+from __future__ import annotations
+
+import json
+import math
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import relative_error
+from torch._dynamo.utils import counters
+
+pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]")
+
+from checkpoint_helpers import small_config, write_checkpoint
+
+from megamoe_compile import bench_columns, bench_models, bench_report, cli
+from megamoe_compile.bench_columns import COLUMNS, ColumnResult, Options, run_columns
+from megamoe_compile.bench_measure import share_of, step_bytes
+from megamoe_compile.bench_models import (
+    CheckpointSource,
+    RandomSource,
+    counting_experts,
+    fitting_layers,
+    make_source,
+    model_without_experts,
+    set_bf16_experts,
+    set_fp8_experts,
+)
+from megamoe_compile.bench_parity import BF16_TOLERANCE, compare
+from megamoe_compile.bench_step import ATTENTION, BenchStep, decode_attention, register_attention
+from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference, quantize_blocks
+from megamoe_compile.decode_report import Parity
+from megamoe_compile.integrations.transformers import prepare
+
+CPU = torch.device("cpu")
+
+
+def options(**changes: Any) -> Options:
+    register_attention()
+    fields: dict[str, Any] = {
+        "source": RandomSource("tiny", None),
+        "device": CPU,
+        "batches": (2,),
+        "buckets": (1, 2),
+        "context_length": 32,
+        "steps": 3,
+        "budget_s": 1.0,
+        "attention": ATTENTION,
+        "backend": "auto",
+        "seed": 0,
+    }
+    return Options(**{**fields, **changes})
+
+
+def bf16_step(source: Any, max_batch: int, length: int) -> BenchStep:
+    register_attention()
+    model: Any = model_without_experts(source, CPU, ATTENTION)
+    set_bf16_experts(model, source, CPU)
+    model.set_experts_implementation("eager")
+    return BenchStep(model, max_batch, length)
+
+
+# -- the step --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("batch", "heads", "kv_heads", "length"), [(1, 8, 2, 512), (3, 4, 4, 48)])
+def test_attention_matches_sdpa(batch: int, heads: int, kv_heads: int, length: int) -> None:
+    query = torch.randn(batch, heads, 1, 64).bfloat16()
+    key, value = torch.randn(2, batch, kv_heads, length, 64).bfloat16()
+    value = value[..., :32]  # as in MLA, narrower than the keys
+    mask = torch.where(torch.arange(length) <= length // 3, 0.0, -math.inf)[None, None, None]
+    key[:, :, length // 3 + 1 :] = 1e4  # what the mask hides has no influence
+    got, _ = decode_attention(torch.nn.Identity(), query, key, value, mask, scaling=0.1)
+    want = torch.nn.functional.scaled_dot_product_attention(
+        query.float(),
+        key.float()[:, :, : length // 3 + 1],
+        value.float()[:, :, : length // 3 + 1],
+        scale=0.1,
+        enable_gqa=True,
+    )
+    assert got.shape == (batch, 1, heads, 32)
+    assert relative_error(got, want.transpose(1, 2)) < 0.01
+
+
+def test_the_step_is_the_model() -> None:
+    """Token by token over the static cache, against one call of the model on all tokens."""
+    source = RandomSource("tiny", None)
+    step = bf16_step(source, 3, 8)
+    model: Any = model_without_experts(source, CPU, "sdpa")
+    set_bf16_experts(model, source, CPU)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(512, (3, 5))
+    with torch.no_grad():
+        want = model(ids).logits
+        for position in range(5):
+            logits, tokens = step(ids[:, position], torch.tensor([position]))
+            assert relative_error(logits, want[:, position]) < 0.02
+            assert torch.equal(tokens, logits.argmax(-1))
+
+
+def test_a_smaller_batch_takes_the_first_rows_of_the_cache() -> None:
+    step = bf16_step(RandomSource("tiny", 1), 3, 8)
+    with torch.no_grad():
+        step(torch.tensor([1, 2, 3]), torch.tensor([4]))
+        keys = step.stores[0].keys
+        assert isinstance(keys, torch.Tensor)
+        before = keys.clone()
+        step(torch.tensor([7]), torch.tensor([5]))
+    changed = (keys != before).any(-1).any(1)  # [rows, positions]
+    assert changed.nonzero().tolist() == [[0, 5]]
+
+
+def test_layers_share_one_compiled_code() -> None:
+    step = bf16_step(RandomSource("tiny", None), 1, 8)
+    step.model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
+    ids, position = torch.tensor([1]), torch.tensor([4])
+    with torch.no_grad():
+        want = step(ids, position)[0]
+        step.compile(backend="aot_eager")
+        counters.clear()
+        got = step(ids, position)[0]
+    assert counters["stats"]["unique_graphs"] == 3  # before the layers, a layer, after them
+    assert relative_error(got, want) < 0.02
+
+
+# -- models ----------------------------------------------------------------------------------------
+
+
+def test_fp8_and_bf16_columns_have_the_same_weights() -> None:
+    source = RandomSource("tiny", 1)
+    models: list[Any] = [model_without_experts(source, CPU, "sdpa") for _ in range(2)]
+    set_bf16_experts(models[0], source, CPU)
+    set_fp8_experts(models[1], source, CPU)
+    dense, fp8 = (model.model.layers[0].mlp.experts for model in models)
+    for name in ("gate_up_proj", "down_proj"):
+        scale = getattr(fp8, f"{name}_scale_inv")
+        full = scale.repeat_interleave(128, 1).repeat_interleave(128, 2)
+        want = (getattr(fp8, name).float() * full).bfloat16()
+        assert torch.equal(getattr(dense, name), want)
+        assert 0.8 < want.float().std() * want.shape[-1] ** 0.5 < 1.2
+    own = [dict(model.named_parameters()) for model in models]
+    for name in own[0].keys() & own[1].keys():
+        if ".experts." not in name:
+            assert torch.equal(own[0][name], own[1][name])
+
+
+def test_a_checkpoint_is_a_source(tmp_path: Path) -> None:
+    plain = write_checkpoint(tmp_path, small_config(hidden_size=512, moe_intermediate_size=256))
+    source = make_source(str(tmp_path), 1)
+    assert isinstance(source, CheckpointSource)
+    model: Any = model_without_experts(source, CPU, "sdpa")
+    set_bf16_experts(model, source, CPU)
+    experts = model.model.layers[0].mlp.experts
+    at = "model.layers.0.mlp.experts.5."
+    assert torch.equal(experts.down_proj[5], plain[f"{at}down_proj.weight"])
+    gate_up = torch.cat([plain[f"{at}{name}_proj.weight"] for name in ("gate", "up")])
+    assert torch.equal(experts.gate_up_proj[5], gate_up)
+
+
+@pytest.mark.parametrize("preset", ["deepseek-v3", "glm-4-moe", "qwen3-30b-a3b"])
+def test_fitting_layers(preset: str) -> None:
+    whole = RandomSource(preset, None).config.num_hidden_layers
+    assert fitting_layers(preset, 10**14) == whole
+    assert fitting_layers(preset, 1) == 1
+    one_gpu = fitting_layers(preset, 140 * 10**9)
+    assert one_gpu == {"deepseek-v3": 7, "glm-4-moe": 23, "qwen3-30b-a3b": 48}[preset]
+
+
+def test_counted_experts_are_those_of_the_router() -> None:
+    step = bf16_step(RandomSource("tiny", None), 4, 8)
+    with torch.no_grad(), counting_experts(step.model) as counts:
+        step(torch.tensor([3]), torch.tensor([1]))
+        assert counts == [4, 4]  # top-4 of each layer
+        step(torch.tensor([3, 3, 3, 3]), torch.tensor([1]))
+    assert all(4 <= count <= 16 for count in counts[2:])
+    assert len(counts) == 4
+
+
+def test_step_bytes() -> None:
+    source = RandomSource("tiny", None)
+    step = bf16_step(source, 4, 8)
+    with torch.no_grad():
+        step(torch.tensor([3]), torch.tensor([1]))
+    model: Any = step.model
+    parameters = sum(
+        p.nbytes
+        for name, p in model.named_parameters()
+        if ".experts." not in name and "embed_tokens" not in name
+    )
+    cache = 2 * 2 * 3 * 2 * 8 * 64 * 2  # layers, keys and values, rows, heads, length, D, bytes
+    assert step_bytes(step, 3, 10, 7) == parameters + cache + 70
+
+
+# -- measures --------------------------------------------------------------------------------------
+
+
+def test_share_of_kernels() -> None:
+    layer = [("a_rsqrt", 1.0), ("mm", 2.0), ("b_rsqrt", 1.0), ("gatherTopK", 1.0)]
+    layer += [("bitonicSortKVInPlace", 1.0), ("c_rsqrt_renorm", 0.5), ("mega", 3.0), ("add", 0.5)]
+    replay = [("embed", 1.0), *layer, *layer, ("end_rsqrt", 5.0), ("lm_head", 7.0)]
+    share = share_of(replay * 3, 3)
+    assert share.kernel_ms == pytest.approx(33.0)
+    assert share.kernels == 19
+    assert share.moe_block == pytest.approx(8 / 33)  # 4 in each of two layers
+    assert share.largest[0] == ("lm_head", pytest.approx(7.0), 1)
+    assert {name: count for name, _, count in share.largest}["mega"] == 2
+    assert share_of([("a", 1.0), ("b", 1.0)], 1).moe_block is None
+    assert share_of([], 3).moe_block is None
+
+
+# -- columns and reports ---------------------------------------------------------------------------
+
+
+def test_the_command_runs_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The chain needs a GPU: it fails, is reported, and the columns after it run."""
+    out = tmp_path / "results" / "tiny"
+    arguments = "bench --model tiny --layers 1 --batch 2 --buckets 2 --context 32 --steps 3"
+    code = cli.main([*arguments.split(), "--device", "cpu", "--json", "--out", str(out)])
+    printed = capsys.readouterr()
+    data = json.loads(printed.out)
+    assert code == 1
+    columns = {column["name"]: column for column in data["columns"]}
+    assert tuple(columns) == COLUMNS
+    assert "expected cuda, got cpu" in columns["chain"]["error"]
+    for name in ("hf-eager", "hf", "megamoe"):
+        (cell,) = columns[name]["cells"]
+        assert columns[name]["error"] is None
+        assert cell["batch"] == 2
+        assert cell["time"]["steps"] >= 3
+        assert cell["tokens_per_s"] == pytest.approx(2e3 / cell["time"]["median"])
+        assert 4 <= cell["touched_experts"] <= 8
+    assert columns["hf"]["cells"][0]["implementation"] in bench_columns.HF_IMPLEMENTATIONS
+    # FP8 experts are half the bytes: all else that a step reads is the same.
+    read = {name: columns[name]["cells"][0]["gigabytes"] for name in ("hf", "megamoe")}
+    touched = columns["hf"]["cells"][0]["touched_experts"]
+    assert read["hf"] - read["megamoe"] == pytest.approx(touched * 3 * 512 * 256 / 1e9, rel=0.2)
+    assert data["speedup_over_best_hf"].keys() == {"2"}
+    assert data["speedup_over_chain"] == {}
+    text = out.with_suffix(".md").read_text()
+    assert "- chain failed: BackendUnavailable" in text
+    assert text.count("\n| 2 | ") == 3
+    assert json.loads(out.with_suffix(".json").read_text())["columns"] == data["columns"]
+    for word in ("column hf", "built in", "compiled in"):
+        assert word in printed.err
+    pytest.importorskip("matplotlib")
+    assert out.with_suffix(".png").stat().st_size > 1000
+
+
+def test_a_fault_keeps_what_came_before(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured = bench_columns.time_steps
+    calls = []
+
+    def fails_once(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("out of memory\nand more")
+        return measured(*args)
+
+    monkeypatch.setattr(bench_columns, "time_steps", fails_once)
+    said: list[str] = []
+    run = options(batches=(1, 2))
+    results = list(run_columns(["hf-eager", "hf-eager"], run, said.append))
+    assert [len(result.cells) for result in results] == [1, 2]
+    assert results[0].error == "RuntimeError: out of memory"
+    assert "  failed: RuntimeError: out of memory" in said
+    bench_report.write(tmp_path / "half", {"model": "tiny"}, results)
+    assert "- hf-eager failed: RuntimeError" in (tmp_path / "half.md").read_text()
+
+
+def test_speedups_compare_equal_batches() -> None:
+    def column(name: str, rates: dict[int, float]) -> ColumnResult:
+        result = ColumnResult(name)
+        for batch, rate in rates.items():
+            cell: Any = type("Cell", (), {"batch": batch, "tokens_per_s": rate})()
+            result.cells.append(cell)
+        return result
+
+    columns = [column("hf", {1: 10.0, 8: 5.0}), column("megamoe", {1: 15.0, 4: 3.0, 8: 4.0})]
+    assert bench_report.speedups(columns, "hf") == {1: 1.5, 8: 0.8}
+    assert bench_report.speedups(columns, "chain") == {}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--model nothing", "--model: expected qwen3-30b-a3b, "),
+        ("--model tiny --layers 3", "--layers: expected 1 to 2, got 3"),
+        ("--model tiny --batch 2 --buckets 4", "--buckets: expected at most 2"),
+        ("--model tiny --batch 0", "at least 1, got 0"),
+        ("--model tiny --columns other", "invalid choice: 'other'"),
+    ],
+)
+def test_bad_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        cli.main(["bench", *arguments.split()])
+    assert refused.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# -- parity ----------------------------------------------------------------------------------------
+
+
+def parity(**changes: Any) -> dict[str, Parity]:
+    source = RandomSource("tiny", 1)
+    run = options(source=source, buckets=(2, 4), steps=32, **changes)
+    with torch.no_grad():
+        report = compare(run, lambda text: None)
+    assert len(report.sizes) >= 4
+    return report.comparisons
+
+
+def test_parity_holds() -> None:
+    got = parity()
+    assert got["bf16"].holds, got["bf16"]
+    assert got["recipe"].holds, got["recipe"]
+    # FP8 activations cost something: a comparison of a model with itself would not.
+    assert got["recipe"].max_relative_error < got["bf16"].max_relative_error < BF16_TOLERANCE
+    assert got["bf16"].decided > 10
+
+
+def test_parity_sees_a_wrong_expert(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One expert of 16 with its gate and up exchanged."""
+    from megamoe_compile import bench_parity
+
+    right = bench_parity.set_fp8_experts
+
+    def wrong(model: Any, source: Any, device: torch.device) -> None:
+        right(model, source, device)
+        for layer in model.model.layers:
+            w13 = layer.mlp.experts.gate_up_proj.data[0].view(torch.uint8)
+            w13.copy_(w13.roll(w13.shape[0] // 2, 0))
+
+    monkeypatch.setattr(bench_parity, "set_fp8_experts", wrong)
+    assert not parity()["bf16"].holds
+
+
+# -- the unfused chain -----------------------------------------------------------------------------
+
+
+def in_interpreter() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process whose triton interprets kernels."""
+    pytest.importorskip("triton")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(os.getpid).result()  # starts the process, with this environment
+        assert pool.submit(in_interpreter).result()
+        yield pool
+
+
+def check_chain(tokens: int, top_k: int, limit: float | None) -> None:
+    from megamoe_compile.custom_ops.unfused_chain import torch_grouped_gemm, unfused_moe
+
+    torch.manual_seed(tokens)
+    experts, hidden, intermediate = 6, 384, 256  # 3 groups: not a power of two
+    w13 = torch.randn(experts, 2 * intermediate, hidden) / hidden**0.5
+    w2 = torch.randn(experts, hidden, intermediate) / intermediate**0.5
+    q13, s13 = map(torch.stack, zip(*map(quantize_blocks, w13), strict=True))
+    q2, s2 = map(torch.stack, zip(*map(quantize_blocks, w2), strict=True))
+    x = torch.randn(tokens, hidden).bfloat16()
+    weights, ids = torch.rand(tokens, experts).topk(top_k)
+    prepared = torch.stack(list(map(interleave_gate_up, q13)))
+    want = moe_reference(x, ids, weights, prepared, s13, q2, s2, swiglu_limit=limit)
+    got = unfused_moe(x, ids, weights, q13, s13, q2, s2, limit, torch_grouped_gemm)
+    assert relative_error(got, want) < 0.025, relative_error(got, want)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "limit"), [(1, 3, None), (5, 3, 0.5), (257, 1, None)])
+def test_chain_matches_reference(
+    interpreter: ProcessPoolExecutor, tokens: int, top_k: int, limit: float | None
+) -> None:
+    """257 tokens: more than one tile of an expert's room."""
+    interpreter.submit(check_chain, tokens, top_k, limit).result()
+
+
+def test_chain_kernels_compile() -> None:
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+
+    from megamoe_compile.custom_ops import unfused_chain_triton as kernels
+
+    types = {"x": "bf16", "gate_up": "bf16", "y": "bf16", "weights": "bf16", "out": "bf16"}
+    types |= {"ids": "i64", "count": "i32", "rows": "i32", "q": "u8", "scale": "fp32"}
+    signature = {f"{name}_ptr": f"*{dtype}" for name, dtype in types.items()}
+    signature |= {"capacity": "i32", "limit": "fp32"}
+    for kernel, constants in (
+        (kernels.permute_quantize_kernel, {"HIDDEN": 2048, "TOP_K": 8, "GROUPS": 16}),
+        (kernels.swiglu_quantize_kernel, {"INTERMEDIATE": 768, "HAS_LIMIT": True, "GROUPS": 8}),
+        (kernels.combine_kernel, {"HIDDEN": 2048, "TOP_K": 8, "BLOCK": 512}),
+    ):
+        source = triton.compiler.ASTSource(
+            kernel, {name: signature.get(name, "constexpr") for name in kernel.arg_names}, constants
+        )
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+
+def test_presets_are_the_known_shapes() -> None:
+    from megamoe_compile.hf_config import moe_shape
+    from megamoe_compile.presets import PRESETS
+
+    for name in bench_models.PRESETS.keys() & PRESETS.keys():
+        shape = moe_shape(RandomSource(name, None).config)
+        assert {key: shape[key] for key in PRESETS[name]} == dict(PRESETS[name])
+
+
+def test_columns_prepare_the_same_model() -> None:
+    """megamoe against the bf16 column on one step: what FP8 activations cost, no more."""
+    source = RandomSource("tiny", None)
+    step = bf16_step(source, 4, 16)
+    model: Any = model_without_experts(source, CPU, ATTENTION)
+    set_fp8_experts(model, source, CPU)
+    with prepare(model, max_tokens_per_rank=4), torch.no_grad():
+        ids, position = torch.randint(512, (4,)), torch.tensor([9])
+        got = BenchStep(model, 4, 16)(ids, position)[0]
+        assert relative_error(got, step(ids, position)[0]) < 0.06

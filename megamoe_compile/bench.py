@@ -1,0 +1,193 @@
+"""`megamoe bench`: decode a whole model with four kinds of experts, in one run.
+
+Each column builds the model with the same weights, decodes with a static KV cache, and frees it.
+Results are written after every column; a column that fails is reported with its error. `--parity`
+compares the outputs instead of the times (see `bench_parity.py`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from . import bench_report
+from .bench_columns import COLUMNS, ColumnResult, Options, run_columns
+from .bench_models import PRESETS, fitting_layers, make_source
+from .bench_step import ATTENTION, register_attention
+from .config import Backend
+from .custom_ops.errors import mismatch
+from .environment import environment
+
+DEFAULT_BATCHES = (1, 8, 32, 64)
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `megamoe bench`."""
+    parser.add_argument(
+        "--model",
+        default="qwen3-30b-a3b",
+        metavar="PRESET|DIR",
+        help=f"random weights of a known shape ({', '.join(PRESETS)}), or the directory of a local "
+        "checkpoint (default: qwen3-30b-a3b)",
+    )
+    parser.add_argument(
+        "--layers",
+        type=_positive,
+        help="take only the first N layers (default: all; of a preset, as many as fit in bf16)",
+    )
+    parser.add_argument(
+        "--batch",
+        type=_positive,
+        nargs="+",
+        default=list(DEFAULT_BATCHES),
+        metavar="N",
+        help="requests decoded at once (default: 1 8 32 64)",
+    )
+    parser.add_argument(
+        "--buckets",
+        type=_positive,
+        nargs="+",
+        metavar="N",
+        help="more batch sizes that megamoe captures, not timed (default: 1 2 4 8 16 32 48 64 as "
+        "far as the largest batch)",
+    )
+    parser.add_argument(
+        "--context",
+        type=_positive,
+        default=1024,
+        help="positions that every request attends to (default: 1024)",
+    )
+    parser.add_argument(
+        "--columns",
+        nargs="+",
+        choices=COLUMNS,
+        default=list(COLUMNS),
+        help="(default: all four)",
+    )
+    parser.add_argument(
+        "--steps", type=_positive, help="timed steps of a batch (default: 50; with --parity 256)"
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="seconds after which the timing of one batch ends early (default: 5)",
+    )
+    parser.add_argument(
+        "--attention",
+        default="gemm",
+        choices=("gemm", "sdpa"),
+        help="of all columns: batched GEMMs without repeated keys, or the one of transformers "
+        "(default: gemm)",
+    )
+    parser.add_argument(
+        "--profile",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="profile a few replays on CUDA, for the share of the MoE blocks (default: yes)",
+    )
+    parser.add_argument("--device", type=torch.device, help="(default: cuda where there is one)")
+    parser.add_argument(
+        "--backend",
+        choices=get_args(Backend),
+        default="auto",
+        help="of the megamoe column (default: auto)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and tokens (default: 0)")
+    parser.add_argument(
+        "--parity",
+        action="store_true",
+        help="compare logits and greedy tokens with the bf16 model and with the FP8 recipe over "
+        "--steps steps of changing batch sizes, and time nothing",
+    )
+    parser.add_argument(
+        "--out", type=Path, metavar="PATH", help="write PATH.json, PATH.md and PATH.png"
+    )
+    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command: 0 if every column ran, or on parity; 1 otherwise.
+
+    Raises:
+        argparse.ArgumentError: arguments that make no sense.
+    """
+    device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    batches = tuple(sorted(set(args.batch)))
+    steps = args.steps or (256 if args.parity else 50)
+    extra = args.buckets or [n for n in DEFAULT_BUCKETS if n < batches[-1]]
+    try:
+        layers = args.layers
+        if layers is None and args.model in PRESETS and device.type == "cuda":
+            layers = fitting_layers(args.model, torch.cuda.mem_get_info(device)[0])
+        source = make_source(args.model, layers, args.seed)
+    except ValueError as error:
+        raise argparse.ArgumentError(None, str(error)) from error
+    if max(extra) > batches[-1]:
+        raise argparse.ArgumentError(
+            None,
+            mismatch("--buckets", f"at most {batches[-1]}, the largest batch", extra, "Drop it."),
+        )
+    options = Options(
+        source=source,
+        device=device,
+        batches=batches,
+        buckets=tuple(sorted({*batches, *extra})),
+        context_length=args.context,
+        steps=steps,
+        budget_s=args.budget,
+        attention=ATTENTION if args.attention == "gemm" else "sdpa",
+        backend=args.backend,
+        seed=args.seed,
+        profile=args.profile,
+    )
+    register_attention()
+    began = time.perf_counter()
+
+    def say(text: str) -> None:
+        print(f"[{time.perf_counter() - began:6.1f} s] {text}", file=sys.stderr, flush=True)
+
+    facts: dict[str, Any] = {
+        "model": source.name,
+        "context": args.context,
+        "attention": args.attention,
+        "steps": steps,
+        "command": "megamoe " + " ".join(sys.argv[1:]),
+        **environment(args.commit),
+    }
+    say(f"{source.name} on {facts['gpu']}")
+    if args.parity:
+        from .bench_parity import run_parity
+
+        return run_parity(options, facts, args.out, args.json, say)
+    columns: list[ColumnResult] = []
+    for column in run_columns(args.columns, options, say):
+        columns.append(column)
+        if args.out is not None:
+            bench_report.write(args.out, facts, columns)
+    if args.out is not None:
+        try:
+            bench_report.plot(args.out, facts, columns)
+        except ModuleNotFoundError as error:
+            say(f"no {args.out}.png: {error}. Run: pip install 'megamoe-compile[plot]'")
+    if args.json:
+        print(json.dumps(bench_report.as_dict(facts, columns), default=str))
+    else:
+        print(bench_report.table(columns))
+    return 1 if any(column.error for column in columns) else 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {number}")
+    return number

@@ -1,0 +1,185 @@
+"""`megamoe bench --parity`: captured MegaMoE against the bf16 model and against the FP8 recipe.
+
+Three copies of one model with the same weights decode the same requests: captured megamoe picks the
+tokens, and the two others, eager and with KV caches of their own, see the same steps:
+
+- `bf16`: the experts dequantized, computed by transformers as it is. Only the quantization of
+  activations separates it from megamoe, and the bound is what that may cost.
+- `recipe`: the same FP8 numbers in plain PyTorch (custom_ops/reference.py), MegaMoE off. What is
+  left are roundings of bf16 and orders of sums, and the bound is tighter.
+
+Requests come and go, so that the batch size changes at nearly every step. A bound is on a row's
+largest logit difference, relative to its largest logit. Greedy tokens must be equal wherever the
+first leads the second by more than the bound.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .bench_columns import Options, Say
+from .bench_models import model_without_experts, set_bf16_experts, set_fp8_experts
+from .context import MegaMoEContext
+from .custom_ops.reference import BLOCK, moe_reference
+from .decode_batch import Batch, rank_sizes
+from .decode_report import Parity
+from .graph import GraphRunner
+from .slot_cache import DecodeStep, SlotCache
+from .weights import adopt
+
+BF16_TOLERANCE = 0.15
+RECIPE_TOLERANCE = 0.06
+MAX_LENGTH = 64  # positions of a request
+RECIPE = "megamoe_bench_recipe"
+
+
+@dataclasses.dataclass
+class ParityReport:
+    """The comparisons by name, and how many steps and tokens they saw."""
+
+    steps: int
+    sizes: list[int]  # different batch sizes
+    buckets: list[int]
+    backend: str
+    comparisons: dict[str, Parity]
+
+    @property
+    def holds(self) -> bool:
+        return all(parity.holds for parity in self.comparisons.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**dataclasses.asdict(self), "holds": self.holds}
+
+    def text(self) -> str:
+        lines = [
+            f"- {name}: {'holds' if parity.holds else 'FAILS'}; max relative error "
+            f"{parity.max_relative_error:.4f}, bound {parity.tolerance}; {parity.decided} of "
+            f"{parity.tokens} tokens lead by more than the bound"
+            + (f"; first fault: {parity.first_fault}" if parity.first_fault else " and are equal")
+            for name, parity in self.comparisons.items()
+        ]
+        return (
+            f"{self.steps} steps, {len(self.sizes)} batch sizes up to {self.sizes[-1]}, buckets "
+            f"{self.buckets}, backend {self.backend}\n" + "\n".join(lines) + "\n"
+        )
+
+
+def run_parity(
+    options: Options, facts: Mapping[str, Any], out: Path | None, as_json: bool, say: Say
+) -> int:
+    """Compare, write and print; 0 if both bounds hold."""
+    with torch.no_grad():
+        report = compare(options, say)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        data = json.dumps({**facts, **report.as_dict()}, indent=1, default=str) + "\n"
+        out.with_suffix(".json").write_text(data)
+    print(json.dumps({**facts, **report.as_dict()}, default=str) if as_json else report.text())
+    return 0 if report.holds else 1
+
+
+def compare(options: Options, say: Say) -> ParityReport:
+    """Decode `options.steps` steps with all three."""
+    most = options.buckets[-1]
+    with contextlib.ExitStack() as stack:
+        megamoe, context = _megamoe(options, stack)
+        group = getattr(context._runtime, "intermediate_group", BLOCK)
+        eager = {
+            "bf16": DecodeStep(_bf16(options), SlotCache(most, MAX_LENGTH), context.num_valid),
+            "recipe": DecodeStep(
+                _recipe(options, group), SlotCache(most, MAX_LENGTH), context.num_valid
+            ),
+        }
+        say("three models built")
+        captured = DecodeStep(megamoe, SlotCache(most, MAX_LENGTH), context.num_valid)
+        runner = _captured(captured, context, options, say)
+        comparisons = {"bf16": Parity(BF16_TOLERANCE), "recipe": Parity(RECIPE_TOLERANCE)}
+        vocabulary = options.source.config.get_text_config().vocab_size
+        batch = Batch(most, MAX_LENGTH, vocabulary, options.seed)
+        sizes = set()
+        for number, (size,) in enumerate(
+            rank_sizes(options.steps, runner.buckets, 1, options.seed)
+        ):
+            batch.resize(size)
+            sizes.add(size)
+            inputs = batch.inputs(options.device)
+            output = cast(Any, runner)(num_tokens=size, **inputs)
+            for name, step in eager.items() if size else ():
+                comparisons[name].compare(f"step {number}, batch {size}", output, step(**inputs))
+            batch.advance(output[1])
+        return ParityReport(
+            options.steps, sorted(sizes), runner.buckets, context.backend, comparisons
+        )
+
+
+def _captured(step: DecodeStep, context: MegaMoEContext, options: Options, say: Say) -> GraphRunner:
+    """The step compiled once per bucket, captured."""
+    tokens = torch.zeros(1, 1, dtype=torch.int64, device=options.device)
+    example = {"input_ids": tokens, "positions": tokens, "slots": tokens[:, 0]}
+    context.warmup(list(options.buckets))
+    step(**example)  # allocates its cache, before anything is compiled
+    # Rounding to bf16 where eager does: what is compared is the experts.
+    compiled = torch.compile(
+        step, fullgraph=True, dynamic=False, options={"emulate_precision_casts": True}
+    )
+    runner = GraphRunner(compiled, example, options.buckets, context, module=step)
+    runner.capture(progress=False)
+    say(f"captured {len(options.buckets)} buckets")
+    return runner
+
+
+def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, MegaMoEContext]:
+    from .integrations.routers import fuse_routers
+    from .integrations.transformers import prepare
+
+    model = model_without_experts(options.source, options.device, "sdpa")
+    set_fp8_experts(model, options.source, options.device)
+    context = stack.enter_context(
+        prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
+    )
+    fuse_routers(model)
+    return model, context
+
+
+def _bf16(options: Options) -> nn.Module:
+    model = model_without_experts(options.source, options.device, "sdpa")
+    set_bf16_experts(model, options.source, options.device)
+    cast(Any, model).set_experts_implementation("eager")
+    return model
+
+
+def _recipe(options: Options, intermediate_group: int) -> nn.Module:
+    """The model whose experts run the recipe in PyTorch, on prepared weights."""
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    def forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        prepared = (
+            module.gate_up_proj,
+            module.gate_up_proj_scale_inv,
+            module.down_proj,
+            module.down_proj_scale_inv,
+        )
+        return moe_reference(x, ids, weights, *prepared, intermediate_group=intermediate_group)
+
+    ALL_EXPERTS_FUNCTIONS.register(RECIPE, forward)
+    model = model_without_experts(options.source, options.device, "sdpa")
+    set_fp8_experts(model, options.source, options.device)
+    for module in model.modules():
+        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
+            experts = cast(Any, module)
+            adopt(
+                experts.gate_up_proj,
+                experts.gate_up_proj_scale_inv,
+                experts.down_proj,
+                experts.down_proj_scale_inv,
+            )
+            experts.config._experts_implementation = RECIPE
+    return model

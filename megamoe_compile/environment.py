@@ -1,0 +1,36 @@
+"""The facts about a machine and its versions that a result file must carry."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+from typing import Any
+
+import torch
+
+from .custom_ops.deep_gemm import installed_version
+
+
+def environment(commit: str | None = None) -> dict[str, Any]:
+    """GPU, driver, versions, date, and the commit: given, where the run has no repository."""
+
+    def run(*command: str) -> str:
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, check=True)
+        except (OSError, subprocess.CalledProcessError):
+            return "unknown"
+        return done.stdout.strip()
+
+    cuda = torch.cuda.is_available()
+    driver = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpu": torch.cuda.get_device_name() if cuda else "none",
+        "driver": driver if cuda else "none",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "sgl-deep-gemm": installed_version(),
+        "python": platform.python_version(),
+        "commit": commit or run("git", "describe", "--always", "--dirty"),
+    }
