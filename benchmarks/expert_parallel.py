@@ -111,13 +111,13 @@ class Paths:
         self.bench = Bench.make(config, ranks.group, ranks.device, sets)
         self.chain = GatherChain(ranks, self.bench.layers, max_tokens)
         self.left_out: dict[str, str] = {}
-        self.triton: dict[int, mm.MegaMoE] | None = None
+        self.triton: dict[mm.MegaMoE, mm.MegaMoE] | None = None
         try:
             context = triton_context(ranks, config)
         except BackendUnavailable as error:  # on every rank
             self.left_out["triton"] = f"not available: {error}"
         else:
-            self.triton = {id(one): same_weights(context, one) for one in self.bench.layers}
+            self.triton = {one: same_weights(context, one) for one in self.bench.layers}
 
     def contexts(self) -> list[mm.MegaMoEContext]:
         others = [] if self.triton is None else [next(iter(self.triton.values())).context]
@@ -150,7 +150,7 @@ class Paths:
         }
         if self.triton is not None:
             calls["triton"] = [
-                functools.partial(self.triton[id(layer)], *inputs) for inputs, layer in pairs
+                functools.partial(self.triton[layer], *inputs) for inputs, layer in pairs
             ]
         return calls
 
@@ -167,7 +167,7 @@ class Paths:
         reduce_scatter(want, local_oracle(layer, x, ids, weights), group=self.ranks.rows_group)
         outputs = {"layer": layer(*inputs), "chain": self.chain(layer, *inputs)}
         if self.triton is not None:
-            outputs["triton"] = self.triton[id(layer)](*inputs)
+            outputs["triton"] = self.triton[layer](*inputs)
         errors = {name: relative_error(out, want) for name, out in outputs.items()}
         touched = int(ids[ids >= 0].unique().numel())
         everyone = gather_objects((errors, touched), self.ranks.group)

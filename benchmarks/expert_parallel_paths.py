@@ -85,8 +85,9 @@ def same_weights(context: mm.MegaMoEContext, layer: mm.MegaMoE) -> mm.MegaMoE:
 class GatherChain:
     """Without expert-parallel kernels: all-gather, this rank's experts, reduce-scatter.
 
-    Rows, ids and weights of a token travel as one row of bytes, so that there is one gather. Every
-    rank brings equally many rows; pad rows have ids of -1. The sum over ranks is of bf16 rows.
+    Rows, ids and weights of a token travel as one row of bytes, so that there is one gather; with
+    an even top_k the rows stay aligned to 16 bytes. Every rank brings equally many rows; pad rows
+    have ids of -1. The sum over ranks is of bf16 rows.
 
     Args:
         layers: of the expert-parallel context, whose weights are used.
@@ -97,7 +98,7 @@ class GatherChain:
         assert ranks.rows_group is not None
         self.group = ranks.rows_group
         self.context = local_context(ranks, layers[0].context.config, max_tokens)
-        self.layers = {id(layer): same_weights(self.context, layer) for layer in layers}
+        self.layers = {layer: same_weights(self.context, layer) for layer in layers}
         geometry = layers[0].context.weight_geometry
         first, experts = geometry.first_expert, geometry.num_local_experts
         # From a global id to this rank's, or -1. Id -1 reads the entry behind the last expert.
@@ -107,20 +108,20 @@ class GatherChain:
 
     def gather(self, x: Tensor, ids: Tensor, weights: Tensor) -> Inputs:
         """x [T, H] bf16, ids [T, K], weights [T, K] fp32 -> those of all ranks, ids local."""
-        parts = [t.contiguous().view(torch.uint8) for t in (x, ids.long(), weights)]
+        parts = [t.contiguous().view(torch.uint8) for t in (x, ids.int(), weights)]
         mine = torch.cat(parts, dim=1)
         rows = mine.new_empty(self.group.size() * mine.shape[0], mine.shape[1])
         all_gather(rows, mine, group=self.group)
         x_all, ids_all, weights_all = rows.split([part.shape[1] for part in parts], dim=1)
         return (
             x_all.view(torch.bfloat16),
-            self.local_ids[ids_all.view(torch.int64)],
+            self.local_ids[ids_all.view(torch.int32)],
             weights_all.view(torch.float32),
         )
 
     def __call__(self, layer: mm.MegaMoE, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """[T, H] -> [T, H], as layer(x, ids, weights) with equally many rows on every rank."""
-        partial = self.layers[id(layer)](*self.gather(x, ids, weights))
+        partial = self.layers[layer](*self.gather(x, ids, weights))
         out = torch.empty_like(x)
         reduce_scatter(out, partial, group=self.group)
         return out
