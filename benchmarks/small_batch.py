@@ -1,10 +1,10 @@
-"""The small-batch kernel against the mega kernel and the floor, per number of tokens, in one run.
+"""The two paths of one rank, and the choice between them, against the floor, in one run.
 
     python -m benchmarks.small_batch --out DIR/small_batch
 
-Both paths are layers of one rank on the same weights, rows and routing: the mega path is staging
-and mega kernel as the deep_gemm backend launches them. Method and floor as in benchmarks.layer.
-`--tune` adds the kernel under other settings.
+All are layers on the same weights, rows and routing: `mega` under backend="deep_gemm", `small` the
+small-batch kernel alone, `auto` under backend="auto", which has chosen at warm-up. Method and floor
+as in benchmarks.layer. `--tune` adds the small-batch kernel under other settings.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -86,13 +86,35 @@ def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> fl
     return float((y.float() - want).norm() / want.norm())
 
 
+def automatic(bench: Bench, buckets: Sequence[int]) -> Bench:
+    """The same layers in a context that chooses, warm."""
+    config = replace(bench.config, backend="auto")
+    context = mm.MegaMoEContext(config, device="cuda")
+    layers = []
+    for layer in bench.layers:
+        twin = mm.MegaMoE(context)
+        for name in ("w13", "w13_scale", "w2", "w2_scale"):
+            setattr(twin, name, getattr(layer, name))
+        twin.loaded = True
+        layers.append(twin)
+    context.warmup(buckets)
+    return Bench(config, context, layers)
+
+
 def measure(
-    bench: Bench, ops: dict[str, SmallBatch], tokens: int, bandwidth: float, rounds: int
+    bench: Bench,
+    auto: Bench,
+    ops: dict[str, SmallBatch],
+    tokens: int,
+    bandwidth: float,
+    rounds: int,
 ) -> dict[str, Any]:
-    pairs = bench.pairs(bench.inputs(tokens))
+    inputs = bench.inputs(tokens)
+    pairs = bench.pairs(inputs)
     bench.context.warmup([tokens])
     variants: dict[str, list[Callable[[], object]]] = {
-        "mega": [functools.partial(layer, *inputs) for inputs, layer in pairs]
+        name: [functools.partial(layer, *rows) for rows, layer in which.pairs(inputs)]
+        for name, which in (("mega", bench), ("auto", auto))
     }
     worst = 0.0
     for name, op in ops.items():
@@ -113,6 +135,9 @@ def measure(
         if not worst <= TOLERANCE:
             row["wrong"] = True
     row["mega/floor"] = times["mega"].median / floor
+    row["choice"] = auto.context.backend_for(tokens)
+    best = min(times[name].median for name in ("mega", "small") if name in times)
+    row["auto/best"] = times["auto"].median / best
     return row
 
 
@@ -129,10 +154,10 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
         for key, style in (("mega_us", "x--"), ("small_us", "o-"), ("floor_us", "k:")):
             points = [(row["tokens"], row[key]) for row in mine if key in row]
             axis.plot(*zip(*points, strict=True), style, label=key.removesuffix("_us"))
-        faster = [row for row in mine if row.get("small_us", float("inf")) < row["mega_us"]]
-        if faster:
-            most = max(row["tokens"] for row in faster)
-            axis.axvline(most, color="gray", alpha=0.4, label=f"choice: small up to {most}")
+        for choice, marker in (("small_batch", "v"), ("deep_gemm", "^")):
+            points = [(row["tokens"], row["auto_us"]) for row in mine if row["choice"] == choice]
+            if points:
+                axis.plot(*zip(*points, strict=True), marker, mfc="none", label=f"auto: {choice}")
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer", title=shape)
         axis.legend()
     figure.tight_layout()
@@ -164,23 +189,24 @@ def main() -> None:
         bench = Bench.make(config)
         tunings = {"small": DEFAULT, **(TUNED if args.tune else {})}
         ops = {name: small_batch(bench, tuning) for name, tuning in tunings.items()}
-        for tokens in args.tokens or (aims if args.aims else TOKENS):
-            row = {"shape": shape, **measure(bench, ops, tokens, bandwidth, args.rounds)}
+        sweep = args.tokens or (aims if args.aims else TOKENS)
+        auto = automatic(bench, sweep)
+        for tokens in sweep:
+            row = {"shape": shape, **measure(bench, auto, ops, tokens, bandwidth, args.rounds)}
             row["aim"] = aims.get(tokens, "")
             data["rows"].append(row)
             print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
                   flush=True)  # fmt: skip
         bench.context.close()
-        del bench, ops
+        auto.context.close()
+        del bench, auto, ops
         gc.collect()
         torch.cuda.empty_cache()
-    shown = ("shape", "tokens", "small_us", "mega_us", "floor_us", "small/floor", "mega/floor")
-    table = markdown(
-        [
-            {key: row.get(key, "") for key in (*shown, "aim", "relative_error")}
-            for row in data["rows"]
-        ]
+    columns = (
+        *("shape", "tokens", "small_us", "mega_us", "auto_us", "choice", "auto/best", "floor_us"),
+        *("small/floor", "mega/floor", "aim", "relative_error"),
     )
+    table = markdown([{key: row.get(key, "") for key in columns} for row in data["rows"]])
     write_results(args.out, data, table)
     plot(data["rows"], args.out)
     print(table)

@@ -130,6 +130,10 @@ class SmallBatchPath:
                 torch.empty_like(x),
             )
 
+    def reset(self) -> None:
+        """Zero the kernel's counters."""
+        self._kernel.reset()
+
 
 class MeasuredRuntime:
     """The runtime of a context that has both paths: one rank on SM90.
@@ -257,8 +261,9 @@ class MeasuredRuntime:
         return {DEEP_GEMM: calls_of(self._mega), SMALL_BATCH: calls_of(self._small)}
 
     def reset(self) -> None:
-        """Zero the mega kernel's buffer. The small-batch kernel keeps no state over launches."""
+        """Zero the mega kernel's buffer and the small-batch kernel's counters."""
         self._mega.reset()
+        self._small.reset()
 
     def close(self) -> None:
         """Wait for this rank's launches, of both paths, and let go of the buffer."""

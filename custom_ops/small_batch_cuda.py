@@ -226,6 +226,10 @@ class SmallBatch:
         """Bytes of device memory that this object holds."""
         return sum(tensor.nbytes for tensor in self._workspaces.values())
 
+    def reset(self) -> None:
+        """Zero what blocks tell each other: after a launch that did not come to its end."""
+        self._workspaces["counters"].zero_()
+
     def _error_string(self, error: int) -> str:
         text: bytes = self._library.megamoe_error_string(error)
         return f"CUDA error {error} ({text.decode()})"

@@ -65,6 +65,9 @@ class FakeSmallBatch:
         self._options = options
         self._log = machine.launched
 
+    def reset(self) -> None:
+        self._log.append(("reset", 0))
+
     def __call__(
         self,
         x: Tensor,

@@ -31,6 +31,7 @@ from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import graph_timing
 from megamoe_compile.custom_ops.library import fused_moe
 from megamoe_compile.custom_ops.path_choice import PATHS, faster
+from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -87,7 +88,7 @@ def recipe(layer: mm.MegaMoE, inputs: Inputs, **options: Any) -> torch.Tensor:
     """The oracle of the path that this number of tokens takes."""
     runtime: Any = layer.context._runtime
     small = layer.context.backend_for(inputs[0].shape[0]) == "small_batch"
-    group = 128 if small else runtime._mega.intermediate_group
+    group = INTERMEDIATE_GROUP if small else runtime._mega.intermediate_group
     return oracle(layer, inputs, intermediate_group=group, **options)
 
 
