@@ -30,8 +30,8 @@ struct Unit {
     int rank, chunk, tile;
 };
 
-// Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with
-// two units of its own, and then takes the next one that is free whenever it can ask for more
+// Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with the
+// unit of its own number, and then takes the next one that is free whenever it can ask for more
 // weights: all blocks end together, though some are farther from memory. A unit of GEMM 2 waits for
 // GEMM 1 of its pairs, long after its weights were asked for.
 template <typename S>
@@ -57,7 +57,7 @@ struct Work {
 
     // Takes a unit. The blocks together ask as often as there are units; then the count is 0.
     __device__ int take(const Args& args) const {
-        return 2 * gridDim.x + ptx::count_up(&args.counters->taken, units - 1);
+        return gridDim.x + ptx::count_up(&args.counters->taken, units - 1);
     }
 };
 
@@ -124,13 +124,13 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
     const Ring<S> ring(args);
     const int lane = lane_index();
     Place place;
-    int number = blockIdx.x, next = number + gridDim.x;
+    int number = blockIdx.x;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
         const bool end = number >= work.units;
         int after = 0;
         if (lane == 0) {
-            // Asked for now, needed two units later: the answer may take as long as a small unit.
+            // Asked for now, needed when this unit's loads are under way.
             if (!end) after = work.take(args);
             ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
             ptx::store_release_shared(ring.published, turn + 1);
@@ -175,8 +175,7 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             ptx::copies_arrive(full);
             place.next(args.stages);
         }
-        number = __shfl_sync(0xffffffffu, next, 0);
-        next = after;
+        number = __shfl_sync(0xffffffffu, after, 0);
     }
 }
 

@@ -18,7 +18,7 @@
 namespace small_batch {
 
 constexpr int kGroup = 128;                 // threads of a warpgroup
-constexpr int kGroups = 3;                  // that multiply, in turns
+constexpr int kGroups = 2;                  // that multiply, in turns
 constexpr int kMathThreads = kGroups * kGroup;
 constexpr int kThreads = kMathThreads + 64; // one warp loads weights, one loads intermediate rows
 constexpr int kBlock = 128;                 // columns of a scale of weights and of x
