@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops import library, router_topk  # noqa: F401 - registers its op
 from megamoe_compile.custom_ops.reference import expert_slots
 
 # opcheck's schema test compares tensors in a way that e4m3 lacks; the others take e4m3.
@@ -44,6 +44,7 @@ def registered_ops() -> list[torch._ops.OpOverload]:
 
 
 OPS = (library.fused_moe,)
+ROUTER = torch.ops.megamoe.router_topk.default
 
 
 def strided(inputs: Inputs) -> Inputs:
@@ -64,11 +65,13 @@ def layer() -> Any:
 
 
 def test_only_the_documented_ops_are_registered() -> None:
-    """Each of them has its own opcheck: fused_moe below, the row exchange in test_parallel.py."""
+    """Each has its own opcheck: fused_moe below, the row exchange in test_parallel.py, the router
+    in test_routers.py."""
     assert [str(op) for op in registered_ops()] == [
         "megamoe.fused_moe.default",
         "megamoe.gather_rows.default",
         "megamoe.reduce_scatter_rows.default",
+        "megamoe.router_topk.default",
     ]
 
 
@@ -77,7 +80,8 @@ def test_s61_no_op_returns_an_argument_or_a_view() -> None:
         schema = op._schema
         assert all(result.alias_info is None for result in schema.returns), schema
         mutated = [a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write]
-        assert len(mutated) == 1, schema  # the counter that keeps calls in order
+        # The counter that keeps calls in order; the router is a function of its inputs alone.
+        assert len(mutated) == (op is not ROUTER), schema
 
 
 def test_s61_the_output_is_new_memory(layer: mm.MegaMoE) -> None:
