@@ -16,4 +16,22 @@ std::function<void()> bind(const void* kernel, void** parameters) {
 
 const bool bound = (emu::bind = bind, true);
 
+int most_columns() {
+    int most = 0;
+    for (const auto& variant : small_batch::kVariants)
+        if (variant.columns > most) most = variant.columns;
+    return most;
+}
+
 }  // namespace
+
+// What custom_ops/small_batch_cuda.py repeats, in the order of the test that compares them.
+extern "C" const int emulator_constants[] = {
+    small_batch::kMaxExperts,
+    small_batch::kMaxPairs,
+    most_columns(),
+    small_batch::kFine,
+    small_batch::kTileRows,
+    static_cast<int>(sizeof(MegaMoESmallBatchConfig)),
+    static_cast<int>(offsetof(small_batch::Counters, done) / sizeof(int)),
+};

@@ -359,7 +359,7 @@ def _no_tokens(machine: Machine) -> None:
 ALONE = [
     (_no_compiler, "Install it."),
     (_no_geometry, "top_k: expected 64"),
-    (_no_tokens, "do not take this geometry"),
+    (_no_tokens, "does not take this geometry"),
 ]
 
 
@@ -414,6 +414,7 @@ def test_the_small_kernel_gets_the_geometry_of_the_layer(machine: Machine) -> No
             routed_scaling_factor=2.5,
             device=torch.device("cpu"),
         )
+        assert context.buffer_bytes == FakeSmallBatch.workspace_bytes  # the fake mega has none
 
 
 def ranks_have_one_path(rank: int, world_size: int, cache: str) -> list[str]:
