@@ -149,6 +149,7 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
             to[8] = __float2bfloat16_rn(total[4 * j + 2 + i]);
         }
     group_barrier();
+    static_assert(2 * kGroups * sizeof(int) <= kThreads / 32 * 8, "flags in the place of the scan");
     int* last = shared_at<int>(args.at.scan) + group_index();
     const bool first_thread = threadIdx.x % kGroup == 0;
     if (first_thread)
@@ -305,6 +306,23 @@ inline bool fits(const Variant& variant, const MegaMoESmallBatchConfig& config, 
     return right && plan(args, config, variant.tokens, variant.columns, variant.slabs);
 }
 
+// Fills in the sizes of `args`, its layout included. Returns the variant, or null if none fits.
+inline const Variant* choose(const MegaMoESmallBatchConfig& config, int tokens, Args& args) {
+    args.tokens = tokens;
+    args.top_k = config.top_k;
+    args.slots = config.top_k + config.num_shared;
+    args.pairs = tokens * args.slots;
+    args.num_experts = config.num_experts;
+    args.first_expert = config.first_expert;
+    args.num_routed = config.num_routed;
+    args.num_local = config.num_routed + config.num_shared;
+    args.hidden = config.hidden_size;
+    args.intermediate = config.intermediate_size;
+    for (const Variant& variant : kVariants)
+        if (fits(variant, config, args)) return &variant;
+    return nullptr;
+}
+
 }  // namespace small_batch
 
 extern "C" {
@@ -337,16 +355,7 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
     // Every number of tokens up to it must fit.
     for (int tokens = 1; tokens * slots <= kMaxPairs; ++tokens) {
         Args args = {};
-        args.slots = slots;
-        args.num_local = local;
-        args.num_experts = config->num_experts;
-        args.hidden = config->hidden_size;
-        args.intermediate = config->intermediate_size;
-        args.tokens = tokens;
-        args.pairs = tokens * slots;
-        bool any = false;
-        for (const Variant& variant : kVariants) any = any || fits(variant, *config, args);
-        if (!any) break;
+        if (!choose(*config, tokens, args)) break;
         config->max_tokens = tokens;
     }
     return cudaSuccess;
@@ -365,6 +374,8 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     if (num_tokens < 0 || num_tokens > config->max_tokens || dtypes < 0 || dtypes > 3)
         return cudaErrorInvalidValue;
     Args args = {};
+    const Variant* chosen = choose(*config, num_tokens, args);
+    if (!chosen) return cudaErrorInvalidConfiguration;
     args.x = x;
     args.ids = ids;
     args.routing = weights;
@@ -383,14 +394,6 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     args.results = static_cast<__nv_bfloat16*>(config->results);
     args.counters = static_cast<Counters*>(config->counters);
     args.y = static_cast<__nv_bfloat16*>(y);
-    args.tokens = num_tokens;
-    args.top_k = config->top_k;
-    args.slots = config->top_k + config->num_shared;
-    args.pairs = num_tokens * args.slots;
-    args.num_experts = config->num_experts;
-    args.first_expert = config->first_expert;
-    args.num_routed = config->num_routed;
-    args.num_local = config->num_routed + config->num_shared;
     args.wide_ids = dtypes >> 1;
     args.bf16_routing = dtypes & 1;
     // A single row's stride is arbitrary, and not used.
@@ -398,13 +401,7 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
         reinterpret_cast<uintptr_t>(x) % 16 == 0 && (num_tokens <= 1 || x_stride % 8 == 0);
     args.swiglu_limit = config->swiglu_limit;
     args.routed_scaling_factor = config->routed_scaling_factor;
-    args.hidden = config->hidden_size;
-    args.intermediate = config->intermediate_size;
 
-    const Variant* chosen = nullptr;
-    for (const Variant& candidate : kVariants)
-        if (!chosen && fits(candidate, *config, args)) chosen = &candidate;
-    if (!chosen) return cudaErrorInvalidConfiguration;
     CUtensorMap map13 = {}, map2 = {};
     cudaError_t error = encode(map13, w13, args.num_local * 2 * args.intermediate, args.hidden);
     if (error == cudaSuccess)

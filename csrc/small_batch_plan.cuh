@@ -34,7 +34,7 @@ struct MegaMoESmallBatchConfig {
 namespace small_batch {
 
 constexpr int kMaxShared = 227 * 1024;  // of one block
-constexpr int kLeastBytes = 40 * 1024;  // of weights under way, below which a launch is refused
+constexpr int kLeastBytes = 40 * 1024;  // of weights under way, or a variant is not taken
 constexpr int kMaxStages = 32;
 // The warp that loads weights is up to all stages and one unit ahead of the group that multiplies,
 // which also reads which units the other groups had before it.

@@ -32,9 +32,14 @@ constexpr uint16_t kNone = 0xffff;
 
 // Byte offsets of everything in shared memory; the ring of stages is at 0.
 struct Layout {
-    int x, x_scale, weight_scale, row_scale, results, barriers, queue, counts, pair_weight;
-    int weight_of, scan, pair_expert, position, token_of, rank_of, expert_of, first, first_chunk;
-    int chunk_rank, total;
+    int x, x_scale;                      // of all tokens, where x is resident
+    int weight_scale, row_scale;         // of the stages
+    int results;                         // of a unit of GEMM 1, per group
+    int barriers, queue;                 // of the ring
+    int counts, pair_weight, weight_of;  // of Tables
+    int scan;                            // sums of warps; behind the scan, two flags per group
+    int pair_expert, position, token_of, rank_of, expert_of, first, first_chunk, chunk_rank;
+    int total;  // bytes
 };
 
 // What blocks tell each other. Zeros before and after a launch.

@@ -25,8 +25,17 @@ int most_columns() {
 
 }  // namespace
 
+extern "C" {
+
+// Number of the variant that takes so many tokens.
+int emulator_variant(const MegaMoESmallBatchConfig* config, int tokens) {
+    small_batch::Args args = {};
+    return static_cast<int>(small_batch::choose(*config, tokens, args) - small_batch::kVariants);
+}
+
 // What custom_ops/small_batch_cuda.py repeats, in the order of the test that compares them.
-extern "C" const int emulator_constants[] = {
+extern const int emulator_constants[];
+const int emulator_constants[] = {
     small_batch::kMaxExperts,
     small_batch::kMaxPairs,
     most_columns(),
@@ -34,4 +43,7 @@ extern "C" const int emulator_constants[] = {
     small_batch::kTileRows,
     static_cast<int>(sizeof(MegaMoESmallBatchConfig)),
     static_cast<int>(offsetof(small_batch::Counters, done) / sizeof(int)),
+    static_cast<int>(std::size(small_batch::kVariants)),
 };
+
+}  // extern "C"

@@ -38,6 +38,7 @@ needs_sm90 = pytest.mark.skipif(not SM90, reason="needs an SM90 GPU")
 # Beside the recipe: fp32 sums in another order, and the matrix units' own sums of 128 products. A
 # sum that lands on the other side of a rounding step of the intermediate moves it by one step.
 TOLERANCE = 0.01
+VARIANTS = 9  # kVariants
 
 
 @dataclass(frozen=True)
@@ -232,6 +233,7 @@ def emulated() -> ctypes.CDLL:
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = small_batch_cuda.declare(ctypes.CDLL(str(library)))
     loaded.emulator_seed.argtypes = (ctypes.c_uint64,)
+    loaded.emulator_variant.argtypes = (ctypes.c_void_p, ctypes.c_int)
     shutil.rmtree(folder)  # it stays loaded
     return loaded
 
@@ -277,7 +279,7 @@ CASES = [
     Case(64, 128, 128, experts=2, top_k=1, routing="one"),
     Case(24, 2048, 128, experts=4),
     Case(40, 1024, 128, experts=2, top_k=1, routing="one"),
-    Case(17, 128, 512, experts=4, top_k=2),  # fewer columns than intermediate columns
+    Case(17, 128, 512, experts=4, top_k=2),  # fewer columns of y than of the intermediate
     Case(10, routing="holes", num_valid=7),
     Case(5, routing="none"),
     Case(9, num_valid=0),
@@ -286,7 +288,10 @@ CASES = [
     Case(20, 128, 256, experts=4, top_k=2, shared=2, num_valid=13, scaling=1.5),
     Case(3, experts=1000, top_k=8, hidden=128, intermediate=128),
     Case(130, 128, 128, experts=16, top_k=2),
-    Case(40, 384, 384, experts=16, top_k=2),  # an odd number of slabs, 8 to 32 columns
+    Case(40, 384, 384, experts=16, top_k=2),  # odd numbers of slabs, 8 to 32 columns
+    Case(12, 384, 128),
+    Case(20, 384, 128, experts=16, top_k=1),
+    Case(20, experts=16),
     Case(40, 384, 128, experts=6, top_k=1, num_valid=33),
     Case(40, 128, 384, experts=2, top_k=2, routing="holes"),
 ]
@@ -450,7 +455,7 @@ def test_order_of_threads_changes_nothing() -> None:
 
 
 def test_constants_are_those_of_the_source() -> None:
-    numbers = (ctypes.c_int * 7).in_dll(emulated(), "emulator_constants")
+    numbers = (ctypes.c_int * 8).in_dll(emulated(), "emulator_constants")
     module = small_batch_cuda
     layer = make_layer(Case(1, hidden=384), "cpu", emulated())
     tiles = layer.case.hidden // module.TILE_ROWS
@@ -462,7 +467,17 @@ def test_constants_are_those_of_the_source() -> None:
         module.TILE_ROWS,
         ctypes.sizeof(module._Config),
         layer.op._workspaces["counters"].numel() - tiles,
+        VARIANTS,
     ]
+
+
+def test_cases_reach_every_variant() -> None:
+    library = emulated()
+    reached = set()
+    for case in CASES:
+        op = make_layer(case, "cpu", library).op
+        reached.add(library.emulator_variant(op._config_address, case.tokens))
+    assert reached == set(range(VARIANTS))
 
 
 def routing_of(counts: list[int]) -> Tensor:
@@ -562,7 +577,7 @@ def test_what_the_compiler_made() -> None:
             raise
         pytest.skip(str(error))
     report = cuda_build.resource_report(library)
-    assert len(report) == 9
+    assert len(report) == VARIANTS
     for kernel in report:
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
     log = library.with_suffix(".log").read_text()
