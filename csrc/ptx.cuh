@@ -63,10 +63,10 @@ __device__ __forceinline__ void arrive(uint64_t* barrier) {
 
 // One arrival, and `bytes` of copies that the barrier waits for.
 __device__ __forceinline__ void arrive_expect(uint64_t* barrier, uint32_t bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                     shared_address(barrier)),
-                 "r"(bytes)
-                 : "memory");
+    asm volatile(
+        "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
+        "r"(bytes)
+        : "memory");
 }
 
 // Barrier `id` (1 to 15) of `threads` threads of the block, those that only arrive included.
@@ -137,12 +137,13 @@ __device__ __forceinline__ int load_acquire(const int* at) {
     return value;
 }
 
-// Both also order what the block's other threads did before a barrier with this one.
+// This and `count_up` also publish what the block's other threads did before a barrier with this
+// thread.
 __device__ __forceinline__ void add_release(int* at, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// One more, or 0 behind `last`; returns the old value.
+// Adds one, or goes back to 0 from `last`; returns the old value.
 __device__ __forceinline__ int count_up(int* at, int last) {
     int old;
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
@@ -152,7 +153,7 @@ __device__ __forceinline__ int count_up(int* at, int last) {
     return old;
 }
 
-// An index in shared memory that another warp of the block publishes.
+// A count in shared memory that another warp of the block publishes.
 __device__ __forceinline__ int load_acquire_shared(const int* at) {
     int value;
     asm volatile("ld.acquire.cta.shared.s32 %0, [%1];"
@@ -228,22 +229,6 @@ __device__ __forceinline__ void multiply(float (&d)[16], const uint8_t* a, const
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
           "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
           "+f"(d[14]), "+f"(d[15])
-        : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
-}
-
-__device__ __forceinline__ void multiply(float (&d)[32], const uint8_t* a, const uint8_t* b, int at,
-                                         bool add) {
-    asm volatile(
-        "{\n.reg .pred add;\nsetp.ne.b32 add, %34, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 "
-        "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
-        "%32, %33, add, 1, 1;\n}\n"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-          "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-          "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
-          "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]),
-          "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
         : "l"(matrix(a) + (at >> 4)), "l"(matrix(b) + (at >> 4)), "r"(int{add}));
 }
 

@@ -11,19 +11,21 @@
 //   column, so a NaN stays in its row.
 // - No staging kernel. Up to 16 tokens, each block quantizes all rows of x while its first weights
 //   are under way, and GEMM 1 multiplies by all of them, also those that another expert takes:
-//   columns are free up to the rate of the units. For more tokens, each block quantizes a part, into
-//   images of shared memory in global memory, which GEMM 1 copies as they are.
+//   columns are free up to the rate of the units. For more tokens, each block quantizes a part,
+//   into images of shared memory in global memory, which GEMM 1 copies as they are: "staged" below.
 // - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into such
 //   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
 //   columns, and no block waits for another's.
 // - Two warpgroups take turns in multiplying: while one does, the other writes its results and tells
-//   other blocks.
+//   other blocks. With one group the stream would stop for that after every tile.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's
-//   result does not depend on the other tokens of a call that takes the same variant.
+//   result does not depend on the other tokens of the call. Where they change the variant of the
+//   kernel this rests on wgmma, which adds up a column alike for every number of columns.
 //
 // Blocks wait for each other, so all of them must come to run: there are no more than
-// multiprocessors, and what stands before them in the stream comes to its end.
+// multiprocessors, and what runs before them or beside them must come to its end without them. Two
+// launches beside each other can each have half of the multiprocessors, and wait for ever.
 
 #include <cmath>
 #include <type_traits>
@@ -147,11 +149,12 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
             to[8] = __float2bfloat16_rn(total[4 * j + 2 + i]);
         }
     group_barrier();
+    static_assert(2 * kGroups * sizeof(int) <= kThreads / 32 * 8, "flags in the place of the scan");
     int* last = shared_at<int>(args.at.scan) + group_index();
     const bool first_thread = threadIdx.x % kGroup == 0;
     if (first_thread)
-        *last = ptx::count_up(args.counters->done + unit.tile, active.chunks - 1) ==
-                active.chunks - 1;
+        *last =
+            ptx::count_up(args.counters->done + unit.tile, active.chunks - 1) == active.chunks - 1;
     group_barrier();
     if (!*last) return;
     combine(args, tables, unit.tile);
@@ -280,27 +283,44 @@ struct Variant {
     Kernel kernel;
 };
 
-// The first that fits is taken.
+// The first that fits is taken. Columns are at most MAX_COLUMNS of custom_ops/small_batch_cuda.py,
+// which has room for images of so many rows.
 #define MEGAMOE_VARIANT(tokens, columns, slabs) \
     {tokens, columns, slabs, small_batch_kernel<Shape<tokens, columns, slabs>>}
-const Variant kVariants[] = {MEGAMOE_VARIANT(8, 8, 2),   MEGAMOE_VARIANT(8, 8, 1),
-                             MEGAMOE_VARIANT(16, 16, 2), MEGAMOE_VARIANT(16, 16, 1),
-                             MEGAMOE_VARIANT(0, 8, 2),   MEGAMOE_VARIANT(0, 8, 1),
-                             MEGAMOE_VARIANT(0, 16, 2),  MEGAMOE_VARIANT(0, 16, 1),
-                             MEGAMOE_VARIANT(0, 32, 1)};
+const Variant kVariants[] = {
+    MEGAMOE_VARIANT(8, 8, 2),   MEGAMOE_VARIANT(8, 8, 1),  MEGAMOE_VARIANT(16, 16, 2),
+    MEGAMOE_VARIANT(16, 16, 1), MEGAMOE_VARIANT(0, 8, 2),  MEGAMOE_VARIANT(0, 8, 1),
+    MEGAMOE_VARIANT(0, 16, 2),  MEGAMOE_VARIANT(0, 16, 1), MEGAMOE_VARIANT(0, 32, 1)};
 
-// Columns for the pairs that an expert should get: two standard deviations over the mean of even
-// routing. More pairs make another chunk, whose weights are read again.
+// Columns that hold an expert's pairs as a rule: the mean of even routing and two standard
+// deviations. More pairs make another chunk, for which the expert's weights are read again.
 inline int columns_for(const Args& args) {
     const float mean = static_cast<float>(args.pairs) / args.num_experts;
-    const float many = mean + 2.0f * sqrtf(mean);
+    const float many = mean + 2.0f * std::sqrt(mean);
     return many <= 8 ? 8 : many <= 16 ? 16 : 32;
 }
 
 inline bool fits(const Variant& variant, const MegaMoESmallBatchConfig& config, Args& args) {
-    const bool right = variant.tokens > 0 ? args.tokens <= variant.tokens
-                                          : variant.columns == columns_for(args);
+    const bool right =
+        variant.tokens > 0 ? args.tokens <= variant.tokens : variant.columns == columns_for(args);
     return right && plan(args, config, variant.tokens, variant.columns, variant.slabs);
+}
+
+// Fills in the sizes of `args`, its layout included. Returns the variant, or null if none fits.
+inline const Variant* choose(const MegaMoESmallBatchConfig& config, int tokens, Args& args) {
+    args.tokens = tokens;
+    args.top_k = config.top_k;
+    args.slots = config.top_k + config.num_shared;
+    args.pairs = tokens * args.slots;
+    args.num_experts = config.num_experts;
+    args.first_expert = config.first_expert;
+    args.num_routed = config.num_routed;
+    args.num_local = config.num_routed + config.num_shared;
+    args.hidden = config.hidden_size;
+    args.intermediate = config.intermediate_size;
+    for (const Variant& variant : kVariants)
+        if (fits(variant, config, args)) return &variant;
+    return nullptr;
 }
 
 }  // namespace small_batch
@@ -320,7 +340,8 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
     config->max_tokens = 0;
     if (config->hidden_size % kBlock != 0 || config->intermediate_size % kBlock != 0 ||
         config->hidden_size < kBlock || config->intermediate_size < kBlock || config->top_k < 1 ||
-        config->num_shared < 0 || local < 1 || local > kMaxExperts || config->num_sms < 1)
+        config->num_shared < 0 || config->num_experts < 1 || local < 1 || local > kMaxExperts ||
+        config->num_sms < 1)
         return cudaErrorInvalidValue;
     for (const Variant& variant : kVariants) {
         const cudaError_t error =
@@ -334,34 +355,27 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
     // Every number of tokens up to it must fit.
     for (int tokens = 1; tokens * slots <= kMaxPairs; ++tokens) {
         Args args = {};
-        args.slots = slots;
-        args.num_local = local;
-        args.num_experts = config->num_experts;
-        args.hidden = config->hidden_size;
-        args.intermediate = config->intermediate_size;
-        args.tokens = tokens;
-        args.pairs = tokens * slots;
-        bool any = false;
-        for (const Variant& variant : kVariants) any = any || fits(variant, *config, args);
-        if (!any) break;
+        if (!choose(*config, tokens, args)) break;
         config->max_tokens = tokens;
     }
     return cudaSuccess;
 }
 
-// The layer on `stream` of the current device. x: bf16 rows; strides in elements. `variant`: bit 1
+// The layer on `stream` of the current device. x: bf16 rows; strides in elements. `dtypes`: bit 1
 // for int64 ids, bit 0 for bf16 weights. launch_count grows by one, also where num_tokens is 0.
 // Returns a cudaError_t.
 int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, int64_t x_stride,
                         const void* ids, int64_t ids_stride, const void* weights,
                         int64_t weights_stride, const void* num_valid, void* launch_count,
                         const void* w13, const void* w13_scale, const void* w2,
-                        const void* w2_scale, void* y, int32_t num_tokens, int32_t variant,
+                        const void* w2_scale, void* y, int32_t num_tokens, int32_t dtypes,
                         void* stream) {
     using namespace small_batch;
-    if (num_tokens < 0 || num_tokens > config->max_tokens || variant < 0 || variant > 3)
+    if (num_tokens < 0 || num_tokens > config->max_tokens || dtypes < 0 || dtypes > 3)
         return cudaErrorInvalidValue;
     Args args = {};
+    const Variant* chosen = choose(*config, num_tokens, args);
+    if (!chosen) return cudaErrorInvalidConfiguration;
     args.x = x;
     args.ids = ids;
     args.routing = weights;
@@ -380,28 +394,14 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     args.results = static_cast<__nv_bfloat16*>(config->results);
     args.counters = static_cast<Counters*>(config->counters);
     args.y = static_cast<__nv_bfloat16*>(y);
-    args.tokens = num_tokens;
-    args.top_k = config->top_k;
-    args.slots = config->top_k + config->num_shared;
-    args.pairs = num_tokens * args.slots;
-    args.num_experts = config->num_experts;
-    args.first_expert = config->first_expert;
-    args.num_routed = config->num_routed;
-    args.num_local = config->num_routed + config->num_shared;
-    args.wide_ids = variant >> 1;
-    args.bf16_routing = variant & 1;
+    args.wide_ids = dtypes >> 1;
+    args.bf16_routing = dtypes & 1;
     // A single row's stride is arbitrary, and not used.
     args.aligned_x =
         reinterpret_cast<uintptr_t>(x) % 16 == 0 && (num_tokens <= 1 || x_stride % 8 == 0);
     args.swiglu_limit = config->swiglu_limit;
     args.routed_scaling_factor = config->routed_scaling_factor;
-    args.hidden = config->hidden_size;
-    args.intermediate = config->intermediate_size;
 
-    const Variant* chosen = nullptr;
-    for (const Variant& candidate : kVariants)
-        if (!chosen && fits(candidate, *config, args)) chosen = &candidate;
-    if (!chosen) return cudaErrorInvalidConfiguration;
     CUtensorMap map13 = {}, map2 = {};
     cudaError_t error = encode(map13, w13, args.num_local * 2 * args.intermediate, args.hidden);
     if (error == cudaSuccess)
@@ -419,8 +419,7 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     shape.attrs = &programmatic;
     shape.numAttrs = config->pdl ? 1 : 0;
     void* parameters[] = {&args, &map13, &map2};
-    error = cudaLaunchKernelExC(
-        &shape, reinterpret_cast<const void*>(chosen->kernel), parameters);
+    error = cudaLaunchKernelExC(&shape, reinterpret_cast<const void*>(chosen->kernel), parameters);
     if (error != cudaSuccess) cudaGetLastError();
     return error;
 }

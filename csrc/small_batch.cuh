@@ -7,8 +7,8 @@
 
 namespace small_batch {
 
-// What one instance of the kernel is compiled for: columns of a product, and the 128-column slabs of
-// weights in one stage of the ring. Where x is resident, GEMM 1 multiplies by all tokens of the
+// What one instance of the kernel is compiled for: columns of a product, and the 128-column slabs
+// of weights in one stage of the ring. Where x is resident, GEMM 1 multiplies by all tokens of the
 // batch, at most kTokens, from shared memory; else by one chunk of pairs, whose rows come with the
 // weights, as they do in GEMM 2.
 template <int kTokens_, int kColumns_, int kSlabs_>
@@ -26,8 +26,9 @@ struct Shape {
 
 // 64 weight rows of one active expert, for all tokens or for one chunk of pairs.
 struct Unit {
-    bool down;
-    int rank, chunk, tile;
+    bool down;        // of GEMM 2
+    int rank, chunk;  // a unit for all tokens has no chunk
+    int tile;         // which 64 rows of the expert
 };
 
 // Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with the
@@ -55,7 +56,7 @@ struct Work {
         return {is_down, by_rank ? chunk : tables.chunk_rank[chunk], chunk, unit - chunk * tiles};
     }
 
-    // Takes a unit. The blocks together ask as often as there are units; then the count is 0.
+    // Takes a unit. The blocks together ask once per unit, so that the counter ends at 0.
     __device__ int take(const Args& args) const {
         return gridDim.x + ptx::count_up(&args.counters->taken, units - 1);
     }
@@ -153,12 +154,11 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             scale = args.w2_scale +
                     (int64_t{expert} * (args.hidden / kBlock) + unit.tile / 2) * slabs + lane;
         else
-            scale =
-                args.w13_scale +
-                (int64_t{expert} * (2 * args.intermediate / kBlock) +
-                 lane % 2 * (args.intermediate / kBlock) + unit.tile / 4) *
-                    slabs +
-                lane / 2;
+            scale = args.w13_scale +
+                    (int64_t{expert} * (2 * args.intermediate / kBlock) +
+                     lane % 2 * (args.intermediate / kBlock) + unit.tile / 4) *
+                        slabs +
+                    lane / 2;
         const int lanes = unit.down ? S::kSlabs : 2 * S::kSlabs;
 #pragma unroll 1
         for (int slab = 0; slab < slabs; slab += S::kSlabs) {
@@ -205,7 +205,8 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
         }
         const Unit unit = work(number, tables);
         if (!staged)
-            while (ptx::load_acquire(&args.counters->staged) < static_cast<int>(gridDim.x)) continue;
+            while (ptx::load_acquire(&args.counters->staged) < static_cast<int>(gridDim.x))
+                continue;
         staged = true;
         const int* ready = args.counters->ready + (S::kResident ? unit.rank : unit.chunk);
         if (down)
@@ -401,9 +402,8 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
-        const uint8_t* x = S::kResident
-                               ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
-                               : ring.rows(place.slot);
+        const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
+                                        : ring.rows(place.slot);
         const float* x_scale = S::kResident ? shared_at<float>(args.at.x_scale) + slab * kColumns
                                             : ring.row_scale(place.slot);
         float part[S::kSlabs][kColumns / 2];
@@ -501,7 +501,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                     total[4 * j + 2] += part[s][k][4 * j + 2] * scale[s][k][j].x;
                     total[4 * j + 3] += part[s][k][4 * j + 3] * scale[s][k][j].y;
                 }
-        }
+    }
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float limit) {

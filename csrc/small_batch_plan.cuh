@@ -25,7 +25,7 @@ struct MegaMoESmallBatchConfig {
     float routed_scaling_factor;
     int32_t num_sms;     // blocks; all of them run at once
     int32_t pdl;         // launch with programmatic stream serialization
-    int32_t stages;      // most stages of the ring; 0: as many as fit
+    int32_t stages;      // most stages of the ring, at least 2; 0: as many as fit
     int32_t max_tokens;  // of one launch; `prepare` sets it
 };
 
@@ -34,8 +34,11 @@ struct MegaMoESmallBatchConfig {
 namespace small_batch {
 
 constexpr int kMaxShared = 227 * 1024;  // of one block
-constexpr int kLeastBytes = 40 * 1024;  // of weights under way, below which a launch is refused
-constexpr int kMaxStages = 32;  // fewer than kQueue
+constexpr int kLeastBytes = 40 * 1024;  // of weights under way, or a variant is not taken
+constexpr int kMaxStages = 32;
+// The warp that loads weights is up to all stages and one unit ahead of the group that multiplies,
+// which also reads which units the other groups had before it.
+static_assert(kMaxStages + 1 + kGroups <= kQueue);
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -46,9 +49,9 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
     if (args.hidden / kBlock % slabs != 0 || args.intermediate / kBlock % slabs != 0) return false;
     const int stage_bytes = slabs * (kTileBytes + columns * kBlock);
     const int scales = slabs * (kBlock / kFine) * columns;
-    const int blocks = args.hidden / kBlock;
+    const int slabs_of_x = args.hidden / kBlock;
     const int ranks = args.num_local < args.pairs ? args.num_local : args.pairs;
-    const int chunks = ranks + args.pairs / columns;
+    const int chunks = ranks + args.pairs / columns;  // at most: one of each that is not full
     const auto place = [&](int stages) {
         int at = stages * stage_bytes;
         const auto next = [&at](int bytes) {
@@ -57,8 +60,8 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
             return offset;
         };
         args.stages = stages;
-        args.at.x = next(blocks * tokens * kBlock);  // a multiple of 1024 behind one
-        args.at.x_scale = next(blocks * tokens * 4);
+        args.at.x = next(slabs_of_x * tokens * kBlock);  // 1024-byte aligned, as stages are
+        args.at.x_scale = next(slabs_of_x * tokens * 4);
         args.at.weight_scale = next(stages * 2 * slabs * 4);
         args.at.row_scale = next(stages * scales * 4);
         args.at.results = next(kGroups * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
@@ -91,8 +94,13 @@ inline cudaError_t encode(CUtensorMap& map, const void* weight, int rows, int de
     if (!encode_tiled) {
         cudaDriverEntryPointQueryResult found;
         void* entry = nullptr;
+#if CUDART_VERSION >= 12050
         const cudaError_t error = cudaGetDriverEntryPointByVersion(
             "cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found);
+#else
+        const cudaError_t error =
+            cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
+#endif
         if (error != cudaSuccess) return error;
         if (found != cudaDriverEntryPointSuccess) return cudaErrorNotSupported;
         encode_tiled = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
@@ -100,10 +108,10 @@ inline cudaError_t encode(CUtensorMap& map, const void* weight, int rows, int de
     const cuuint64_t size[2] = {static_cast<cuuint64_t>(depth), static_cast<cuuint64_t>(rows)};
     const cuuint64_t stride[1] = {static_cast<cuuint64_t>(depth)};
     const cuuint32_t box[2] = {kBlock, kTileRows}, step[2] = {1, 1};
-    const CUresult result = encode_tiled(
-        &map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(weight), size, stride, box, step,
-        CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-        CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const CUresult result =
+        encode_tiled(&map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(weight), size,
+                     stride, box, step, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 

@@ -17,24 +17,29 @@
 
 namespace small_batch {
 
-constexpr int kGroup = 128;                 // threads of a warpgroup
-constexpr int kGroups = 2;                  // that multiply, in turns
+constexpr int kGroup = 128;  // threads of a warpgroup
+constexpr int kGroups = 2;   // that multiply, in turns
 constexpr int kMathThreads = kGroups * kGroup;
-constexpr int kThreads = kMathThreads + 64; // one warp loads weights, one loads intermediate rows
-constexpr int kBlock = 128;                 // columns of a scale of weights and of x
-constexpr int kFine = 32;                   // columns of a scale of the intermediate rows
-constexpr int kTileRows = 64;               // weight rows of one product
+constexpr int kThreads = kMathThreads + 64;  // one warp loads weights, one loads rows
+constexpr int kBlock = 128;                  // columns of a scale of weights and of x
+constexpr int kFine = 32;                    // columns of a scale of the intermediate rows
+constexpr int kTileRows = 64;                // weight rows of one product
 constexpr int kTileBytes = kTileRows * kBlock;
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxPairs = 1024;
-constexpr int kQueue = 64;  // units of a block that its warps may be apart; stages are fewer
+constexpr int kQueue = 64;  // units of a block that its warps may be apart: see kMaxStages
 constexpr uint16_t kNone = 0xffff;
 
 // Byte offsets of everything in shared memory; the ring of stages is at 0.
 struct Layout {
-    int x, x_scale, weight_scale, row_scale, results, barriers, queue, counts, pair_weight;
-    int weight_of, scan, pair_expert, position, token_of, rank_of, expert_of, first, first_chunk;
-    int chunk_rank, total;
+    int x, x_scale;                      // of all tokens, where x is resident
+    int weight_scale, row_scale;         // of the stages
+    int results;                         // of a unit of GEMM 1, per group
+    int barriers, queue;                 // of the ring
+    int counts, pair_weight, weight_of;  // of Tables
+    int scan;                            // sums of warps; behind the scan, two flags per group
+    int pair_expert, position, token_of, rank_of, expert_of, first, first_chunk, chunk_rank;
+    int total;  // bytes
 };
 
 // What blocks tell each other. Zeros before and after a launch.
@@ -44,7 +49,7 @@ struct Counters {
     int combined;  // tiles of y
     int pad;
     int ready[kMaxExperts + kMaxPairs / 8];  // tiles of GEMM 1, per rank or per chunk
-    int done[1];                             // chunks of GEMM 2, per tile of y
+    int done[1];  // chunks of GEMM 2, per tile of y: as many as there are tiles, hidden / 64
 };
 
 struct Args {
@@ -57,14 +62,14 @@ struct Args {
     int32_t* invalid_count;  // or null
     const float* w13_scale;  // [num_local, 2 * intermediate / 128, hidden / 128]; gates before ups
     const float* w2_scale;   // [num_local, hidden / 128, intermediate / 128]
-    // Workspaces. x_rows, rows: per chunk and 128 columns, the swizzled image of its rows in e4m3, of
-    // x and of the intermediate; x_row_scale [chunks, hidden / 128, columns], row_scale [chunks,
+    // Workspaces. x_rows, rows: per chunk and 128 columns, the swizzled image of its rows in e4m3,
+    // of x and of the intermediate; x_row_scale [chunks, hidden / 128, columns], row_scale [chunks,
     // intermediate / 32, columns]. results: bf16 [positions, hidden].
     uint8_t *x_rows, *rows;
     float *x_row_scale, *row_scale;
     __nv_bfloat16* results;
     Counters* counters;
-    __nv_bfloat16* y;  // [tokens, hidden]
+    __nv_bfloat16* y;                 // [tokens, hidden]
     int tokens, top_k, slots, pairs;  // slots = top_k + shared experts, pairs = tokens * slots
     int num_experts, first_expert, num_routed, num_local;  // all; ours: first, routed, and shared
     int wide_ids, bf16_routing, aligned_x;

@@ -24,15 +24,22 @@ class CurrentStream:
 
     def __call__(self) -> int:
         if self._current_device() != self._index:
-            raise MegaMoEError(
-                mismatch(
-                    "current CUDA device",
-                    self._device,
-                    self._current_device(),
-                    "Call under torch.cuda.device(context.device).",
-                )
-            )
+            check_current(self._device)
         return int(self._raw_stream(self._index))
+
+
+def check_current(device: torch.device) -> None:
+    """MegaMoEError where a device other than `device`, which has an index, is current."""
+    current = torch.cuda.current_device()
+    if current != device.index:
+        raise MegaMoEError(
+            mismatch(
+                "current CUDA device",
+                device,
+                current,
+                "Call under torch.cuda.device(context.device).",
+            )
+        )
 
 
 def refuse_cold_capture(tokens: int, warm: Collection[int]) -> None:

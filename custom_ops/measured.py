@@ -66,10 +66,12 @@ class SmallBatchPath:
 
     Attributes:
         max_tokens: most rows that the kernel takes at this geometry, 0 for none.
+        workspace_bytes: that it holds on the device.
     """
 
     def __init__(self, kernel: SmallBatch, device: torch.device, top_k: int) -> None:
         self.max_tokens: int = kernel.max_tokens
+        self.workspace_bytes: int = kernel.workspace_bytes
         self._kernel = kernel
         self._top_k = top_k
         self._stream = CurrentStream(device)
@@ -159,7 +161,7 @@ class MeasuredRuntime:
     ) -> None:
         self.choice = choice
         self.native = mega.native
-        self.buffer_bytes = mega.buffer_bytes
+        self.buffer_bytes = mega.buffer_bytes + small.workspace_bytes
         self.invalid_count = mega.invalid_count
         self._mega = mega
         self._small = small
@@ -237,8 +239,8 @@ class MeasuredRuntime:
         """The same calls for both paths: random rows and routing, the layers in turn."""
         device, hidden = launch_count.device, layers[0][0].shape[2]
         generator = torch.Generator(device).manual_seed(tokens)  # not the user's random state
-        random = functools.partial(torch.rand, device=device, generator=generator)
-        rows = torch.randn(CALLS, tokens, hidden, device=device, generator=generator).bfloat16()
+        random = functools.partial(torch.randn, device=device, generator=generator)
+        rows = random(CALLS, tokens, hidden).bfloat16()
         scores, ids = random(CALLS, tokens, self._num_experts).softmax(-1).topk(self._top_k)
         valid = torch.full_like(launch_count, tokens)
         out = torch.empty_like(rows[0])

@@ -7,7 +7,9 @@ Numbers are those of reference.py with `intermediate_group` 32, except that fp32
 order. A token's result does not depend on which other tokens are in the batch, and has the same
 bits in every run.
 
-Calls of one SmallBatch share its workspaces: they must be ordered, as on one stream.
+Calls of one SmallBatch share its workspaces: they must be ordered, as on one stream. Calls of two
+must be too: the blocks of a launch wait for each other, and two launches beside each other may each
+hold multiprocessors that the other needs.
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ from .reference import BLOCK
 
 MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch_routing.cuh
 MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
-MAX_COLUMNS = 32  # pairs of one expert in one product
+MAX_COLUMNS = 32  # pairs of one expert in one product, at the most: kVariants of small_batch.cu
+TILE_ROWS = 64  # kTileRows: output columns of one product
 INTERMEDIATE_GROUP = 32  # kFine: intermediate columns of one scale
 
 
@@ -37,8 +40,8 @@ class Tuning:
 
     Attributes:
         pdl: launch with programmatic stream serialization.
-        stages: most stages of the ring of weights; 0: as many as fit.
-        num_sms: blocks; default all multiprocessors.
+        stages: most stages of the ring of weights, at least 2; 0: as many as fit.
+        num_sms: blocks, at most one per multiprocessor; default: one on each.
     """
 
     pdl: bool = True
@@ -82,7 +85,7 @@ _CALL_ARGTYPES = (
     *(_POINTER, _POINTER),  # num_valid, launch_count
     *(_POINTER, _POINTER, _POINTER, _POINTER),  # w13, w13_scale, w2, w2_scale
     _POINTER,  # y
-    *(_INT, _INT),  # num_tokens, variant
+    *(_INT, _INT),  # num_tokens, dtypes
     _POINTER,  # stream
 )
 _ID_BITS = {torch.int32: 0, torch.int64: 2}
@@ -124,8 +127,8 @@ class SmallBatch:
         library: for tests; default the one built from csrc.
 
     Attributes:
-        max_tokens: most tokens of one call, at most `capacity`; 0 if the geometry is too large for
-            the kernel: all rows of x lie in shared memory, and slots are at most 1024 in a batch.
+        max_tokens: most tokens of one call, at most `capacity`: a call has at most 1024 (token,
+            slot) pairs. 0 where one token has more than the kernel takes.
 
     Raises:
         ValueError: a geometry that the kernel does not take.
@@ -162,6 +165,13 @@ class SmallBatch:
             local,
             "Spread the experts over more ranks.",
         )
+        require(
+            first_expert >= 0 and first_expert + routed <= num_experts,
+            "routed experts of this rank",
+            f"within 0 to {num_experts} (num_experts)",
+            f"{first_expert} to {first_expert + routed}",
+            "Pass the first of them, and how many there are.",
+        )
         require(top_k >= 1, "top_k", "at least 1", top_k, "Route each token to an expert.")
         self._invalid_count = invalid_count  # kept alive, since the kernel has raw pointers
         self._top_k = top_k
@@ -169,8 +179,14 @@ class SmallBatch:
         self._library = library if library is not None else build_library()
         self._launch = self._library.megamoe_small_batch
         num_sms = tuning.num_sms
-        if num_sms is None:
-            num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda":
+            most = torch.cuda.get_device_properties(device).multi_processor_count
+            num_sms = most if num_sms is None else num_sms
+            # Blocks wait for each other: one that finds no multiprocessor hangs the others.
+            require(num_sms <= most, "num_sms", f"at most {most}", num_sms, "Leave it out.")
+        stages = tuning.stages
+        require(stages == 0 or stages >= 2, "stages", "0, or 2 and more", stages, "Take 0.")
+        require(num_sms is not None, "num_sms", "a number of blocks", num_sms, "Pass it on a CPU.")
         self._config = _Config(
             invalid_count=0 if invalid_count is None else invalid_count.data_ptr(),
             hidden_size=hidden_size,
@@ -184,7 +200,7 @@ class SmallBatch:
             routed_scaling_factor=routed_scaling_factor,
             num_sms=num_sms,
             pdl=tuning.pdl,
-            stages=tuning.stages,
+            stages=stages,
         )
         self._config_address = ctypes.addressof(self._config)
         with torch.cuda.device(device if device.type == "cuda" else -1):
@@ -200,7 +216,7 @@ class SmallBatch:
             )
         self.max_tokens = min(capacity, int(self._config.max_tokens))
         pairs = max(self.max_tokens, 1) * slots
-        # Of each expert a chunk of up to 32 rows that is not full, and the full ones.
+        # Chunks of up to MAX_COLUMNS rows: of each expert one that is not full, and the full ones.
         rows = min(local, pairs) * MAX_COLUMNS + pairs
 
         def workspace(dtype: torch.dtype, *shape: int) -> Tensor:
@@ -213,7 +229,7 @@ class SmallBatch:
             "row_scale": workspace(torch.float32, rows, intermediate_size // INTERMEDIATE_GROUP),
             "results": workspace(torch.bfloat16, pairs, hidden_size),
             "counters": torch.zeros(
-                4 + MAX_EXPERTS + MAX_PAIRS // 8 + hidden_size // 64,
+                4 + MAX_EXPERTS + MAX_PAIRS // 8 + hidden_size // TILE_ROWS,  # Counters
                 dtype=torch.int32,
                 device=device,
             ),
@@ -265,7 +281,7 @@ class SmallBatch:
         ids_stride, ids_column = topk_ids.stride()
         weights_stride, weights_column = topk_weights.stride()
         slots = (tokens, self._top_k)
-        variant = _ID_BITS.get(topk_ids.dtype, 8) + _WEIGHT_BITS.get(topk_weights.dtype, 8)
+        dtypes = _ID_BITS.get(topk_ids.dtype, 8) + _WEIGHT_BITS.get(topk_weights.dtype, 8)
         if (
             x.dtype is not torch.bfloat16
             or x.shape[1] != self._hidden_size
@@ -275,7 +291,7 @@ class SmallBatch:
             or (self._top_k > 1 and (ids_column != 1 or weights_column != 1))
             or tokens > self.max_tokens
         ):
-            variant = -1  # the library refuses it; `_fail` says why
+            dtypes = -1  # the library refuses it; `_fail` says why
         error = self._launch(
             self._config_address,
             x.data_ptr(),
@@ -292,7 +308,7 @@ class SmallBatch:
             w2_scale.data_ptr(),
             y.data_ptr(),
             tokens,
-            variant,
+            dtypes,
             stream,
         )
         if error:

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import CapacityError, ContextClosed, MegaMoEError, NotWarmedUp, mismatch
+from .current_stream import check_current, refuse_cold_capture
+from .errors import CapacityError, ContextClosed, mismatch
 from .exchange import SymmetricTransport, Transport
 from .reference import BLOCK
 from .symmetric import agree, check_peers, ranks_on_my_device, this_peer
@@ -316,25 +317,9 @@ class TritonRuntime:
         return rows
 
     def _check_cuda(self, tokens: int, rows: int) -> None:
-        if torch.cuda.current_device() != self.device.index:
-            raise MegaMoEError(
-                mismatch(
-                    "current CUDA device",
-                    self.device,
-                    torch.cuda.current_device(),
-                    "Call under torch.cuda.device(context.device).",
-                )
-            )
+        check_current(self.device)
         if (tokens, rows) not in self._warm:
-            if torch.cuda.is_current_stream_capturing():
-                raise NotWarmedUp(
-                    mismatch(
-                        f"capture of {tokens} tokens",
-                        "kernels compiled and loaded by warm-up",
-                        f"warm-up of {sorted({count for count, _ in self._warm}) or 'nothing'}",
-                        f"Call context.warmup([{tokens}, ...]) on all ranks before capture.",
-                    )
-                )
+            refuse_cold_capture(tokens, {count for count, _ in self._warm})
             self._warm.add((tokens, rows))
 
     def _stage(

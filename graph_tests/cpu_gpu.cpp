@@ -16,4 +16,34 @@ std::function<void()> bind(const void* kernel, void** parameters) {
 
 const bool bound = (emu::bind = bind, true);
 
+int most_columns() {
+    int most = 0;
+    for (const auto& variant : small_batch::kVariants)
+        if (variant.columns > most) most = variant.columns;
+    return most;
+}
+
 }  // namespace
+
+extern "C" {
+
+// Number of the variant that takes so many tokens.
+int emulator_variant(const MegaMoESmallBatchConfig* config, int tokens) {
+    small_batch::Args args = {};
+    return static_cast<int>(small_batch::choose(*config, tokens, args) - small_batch::kVariants);
+}
+
+// What custom_ops/small_batch_cuda.py repeats, in the order of the test that compares them.
+extern const int emulator_constants[];
+const int emulator_constants[] = {
+    small_batch::kMaxExperts,
+    small_batch::kMaxPairs,
+    most_columns(),
+    small_batch::kFine,
+    small_batch::kTileRows,
+    static_cast<int>(sizeof(MegaMoESmallBatchConfig)),
+    static_cast<int>(offsetof(small_batch::Counters, done) / sizeof(int)),
+    static_cast<int>(std::size(small_batch::kVariants)),
+};
+
+}  // extern "C"

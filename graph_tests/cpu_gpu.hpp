@@ -1,16 +1,15 @@
-// Runs the kernel of csrc/small_batch.cu on a CPU: a force-included stand-in for ptx.cuh, for the
-// CUDA built-ins and for the runtime. Every thread of every block is a fiber; they run until all
+// Runs the kernel of csrc/small_batch.cu on a CPU: a stand-in for ptx.cuh, for the CUDA built-ins and
+// for the runtime, which cpu_gpu.cpp includes first. Every thread of every block is a fiber; they run until all
 // end, in an order drawn at random in which some warps are far ahead of others, so that a missing
 // barrier shows up as a wrong result. What it checks beyond the values:
 // - an asynchronous copy poisons its target when it starts, and lands when somebody waits for it;
 // - a barrier completes when all arrivals and all announced bytes are there, and not twice;
 // - a kernel launched programmatically runs up to its wait before its predecessor runs at all;
 // - shared memory starts as NaN; global memory is what the test made it.
-// It says nothing about time, about the memory model, or about alignment of PTX operands.
-//
-//     g++ -x c++ -include cpu_gpu.hpp csrc/small_batch.cu
+// It says nothing about time, about the memory model (fences do nothing here), or about how wgmma
+// rounds.
 
-#define MEGAMOE_PTX_CUH
+#define MEGAMOE_PTX_CUH  // so that ptx.cuh is empty
 
 #include <cuda.h>
 #include <cudaTypedefs.h>
@@ -481,12 +480,8 @@ void multiply(float (&d)[kCount], const uint8_t* a, const uint8_t* b, int at, bo
 
 // -- runtime -------------------------------------------------------------------------------------
 
-namespace small_batch {
-struct Args;
-}
-
 namespace emu {
-// The kernels of small_batch.cu have one signature; Args is complete only behind its header.
+// The launch of `kernel` with a copy of its arguments. cpu_gpu.cpp sets it, which knows their types.
 using Launcher = std::function<void()> (*)(const void* kernel, void** parameters);
 inline Launcher bind = nullptr;
 }  // namespace emu
@@ -507,7 +502,7 @@ cudaError_t cudaLaunchKernelExC(const cudaLaunchConfig_t* config, const void* ke
         if (attribute.id == cudaLaunchAttributeProgrammaticStreamSerialization)
             programmatic = attribute.val.programmaticStreamSerializationAllowed;
     }
-    if (config->dynamicSmemBytes > 227 * 1024) return cudaErrorInvalidValue;
+    if (config->dynamicSmemBytes > 227 * 1024) return cudaErrorInvalidValue;  // of an SM90 block
     const dim3 grid = config->gridDim;
     const int threads = config->blockDim.x;
     const size_t shared = config->dynamicSmemBytes;

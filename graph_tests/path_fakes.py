@@ -55,7 +55,9 @@ class FakeMega(ReferenceRuntime):
 
 
 class FakeSmallBatch:
-    """SmallBatch: its constructor, its call and `max_tokens`."""
+    """SmallBatch: its constructor, its call, `max_tokens` and `workspace_bytes`."""
+
+    workspace_bytes = 1000
 
     def __init__(self, machine: Machine, **options: Any) -> None:
         if machine.small_batch_error is not None:

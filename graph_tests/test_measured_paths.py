@@ -247,6 +247,18 @@ def test_a_cold_capture_is_refused_on_either_path(
         layer(*random_inputs(SHAPE, 3))
 
 
+def test_another_current_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = 0
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 7 + i, raising=False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current)
+    stream = current_stream.CurrentStream(torch.device("cuda", 1))
+    with refuses(mm.MegaMoEError, "current CUDA device: expected cuda:1, got 0"):
+        stream()
+    current = 1
+    assert stream() == 8
+
+
 def test_strided_weights_never_reach_the_small_kernel(machine: Machine) -> None:
     with make_context(paths={4: "small_batch"}) as context:
         layer = make_layer(context)
@@ -359,7 +371,7 @@ def _no_tokens(machine: Machine) -> None:
 ALONE = [
     (_no_compiler, "Install it."),
     (_no_geometry, "top_k: expected 64"),
-    (_no_tokens, "do not take this geometry"),
+    (_no_tokens, "does not take this geometry"),
 ]
 
 
@@ -414,6 +426,7 @@ def test_the_small_kernel_gets_the_geometry_of_the_layer(machine: Machine) -> No
             routed_scaling_factor=2.5,
             device=torch.device("cpu"),
         )
+        assert context.buffer_bytes == FakeSmallBatch.workspace_bytes  # the fake mega has none
 
 
 def ranks_have_one_path(rank: int, world_size: int, cache: str) -> list[str]:

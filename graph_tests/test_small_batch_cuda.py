@@ -11,9 +11,12 @@ import functools
 import itertools
 import shutil
 import subprocess
+import tempfile
+import types
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -35,6 +38,7 @@ needs_sm90 = pytest.mark.skipif(not SM90, reason="needs an SM90 GPU")
 # Beside the recipe: fp32 sums in another order, and the matrix units' own sums of 128 products. A
 # sum that lands on the other side of a rounding step of the intermediate moves it by one step.
 TOLERANCE = 0.01
+VARIANTS = 9  # kVariants
 
 
 @dataclass(frozen=True)
@@ -174,25 +178,30 @@ def make_inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor
     )
 
 
+def make_op(device: str, library: ctypes.CDLL | None, **options: Any) -> SmallBatch:
+    """Of a small geometry where `options` says nothing else; five blocks on the emulated GPU."""
+    defaults = dict(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, capacity=1)
+    defaults |= dict(tuning=Tuning(num_sms=5 if library is not None else None))
+    return SmallBatch(device=torch.device(device), library=library, **{**defaults, **options})
+
+
 def make_layer(
     case: Case, device: str, library: ctypes.CDLL | None, tuning: Tuning | None = None
 ) -> Layer:
-    if tuning is None:
-        tuning = Tuning(num_sms=5 if library is not None else None)
     count, invalid = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
-    op = SmallBatch(
+    op = make_op(
+        device,
+        library,
         hidden_size=case.hidden,
         intermediate_size=case.intermediate,
         num_experts=case.experts,
         num_shared_experts=case.shared,
         top_k=case.top_k,
         capacity=case.tokens,
-        device=torch.device(device),
         swiglu_limit=case.limit,
         routed_scaling_factor=case.scaling,
         invalid_count=invalid,
-        tuning=tuning,
-        library=library,
+        **({} if tuning is None else dict(tuning=tuning)),
     )
     weights = weights_of(case.experts + case.shared, case.hidden, case.intermediate, device)
     inputs = make_inputs(case, device)
@@ -215,8 +224,6 @@ def emulated() -> ctypes.CDLL:
         include = Path("/usr/local/cuda/include")
     if not (include / "cuda_fp8.h").exists():
         pytest.skip(f"CUDA headers are not at {include}")
-    import tempfile
-
     folder = Path(tempfile.mkdtemp(prefix="cpu_gpu-"))
     library = folder / "small_batch.so"
     command = ["g++", "-O1", "-std=gnu++20", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi"]
@@ -226,6 +233,7 @@ def emulated() -> ctypes.CDLL:
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = small_batch_cuda.declare(ctypes.CDLL(str(library)))
     loaded.emulator_seed.argtypes = (ctypes.c_uint64,)
+    loaded.emulator_variant.argtypes = (ctypes.c_void_p, ctypes.c_int)
     shutil.rmtree(folder)  # it stays loaded
     return loaded
 
@@ -271,7 +279,7 @@ CASES = [
     Case(64, 128, 128, experts=2, top_k=1, routing="one"),
     Case(24, 2048, 128, experts=4),
     Case(40, 1024, 128, experts=2, top_k=1, routing="one"),
-    Case(17, 128, 512, experts=4, top_k=2),  # fewer columns than intermediate columns
+    Case(17, 128, 512, experts=4, top_k=2),  # fewer columns of y than of the intermediate
     Case(10, routing="holes", num_valid=7),
     Case(5, routing="none"),
     Case(9, num_valid=0),
@@ -280,7 +288,10 @@ CASES = [
     Case(20, 128, 256, experts=4, top_k=2, shared=2, num_valid=13, scaling=1.5),
     Case(3, experts=1000, top_k=8, hidden=128, intermediate=128),
     Case(130, 128, 128, experts=16, top_k=2),
-    Case(40, 384, 384, experts=16, top_k=2),  # an odd number of slabs, 8 to 32 columns
+    Case(40, 384, 384, experts=16, top_k=2),  # odd numbers of slabs, 8 to 32 columns
+    Case(12, 384, 128),
+    Case(20, 384, 128, experts=16, top_k=1),
+    Case(20, experts=16),
     Case(40, 384, 128, experts=6, top_k=1, num_valid=33),
     Case(40, 128, 384, experts=2, top_k=2, routing="holes"),
 ]
@@ -383,24 +394,18 @@ def test_invalid_ids_are_skipped_and_counted(backend: Backend) -> None:
 
 
 def test_an_expert_range_is_its_part_of_the_sum(backend: Backend) -> None:
-    device, library = backend
     case = Case(7, top_k=4)
     whole = make_layer(case, *backend)
-    parts = torch.zeros(case.tokens, case.hidden, device=device)
+    parts = torch.zeros_like(whole.x, dtype=torch.float32)
     for first in (0, 4):
         layer = make_layer(case, *backend)
-        layer.op = SmallBatch(
-            hidden_size=case.hidden,
-            intermediate_size=case.intermediate,
-            num_experts=case.experts,
+        layer.op = make_op(
+            *backend,
             first_expert=first,
             num_local_experts=4,
             top_k=case.top_k,
             capacity=case.tokens,
-            device=torch.device(device),
             swiglu_limit=case.limit,
-            tuning=Tuning(num_sms=5 if library else None),
-            library=library,
         )
         layer.weights = tuple(w[first : first + 4].contiguous() for w in whole.weights)
         parts += layer().float()
@@ -408,18 +413,8 @@ def test_an_expert_range_is_its_part_of_the_sum(backend: Backend) -> None:
 
 
 def test_most_tokens_of_a_call(backend: Backend) -> None:
-    device, library = backend
     for top_k, most in ((2, 512), (6, 170), (1024, 1)):
-        op = SmallBatch(
-            hidden_size=256,
-            intermediate_size=256,
-            num_experts=1024,
-            top_k=top_k,
-            capacity=1000,
-            device=torch.device(device),
-            tuning=Tuning(num_sms=5 if library else None),
-            library=library,
-        )
+        op = make_op(*backend, num_experts=1024, top_k=top_k, capacity=1000)
         assert op.max_tokens == most
     layer = make_layer(Case(9, experts=128, top_k=128), *backend)
     assert layer.op.max_tokens == 8
@@ -459,6 +454,82 @@ def test_order_of_threads_changes_nothing() -> None:
             assert_same(result, results[0])
 
 
+def test_constants_are_those_of_the_source() -> None:
+    numbers = (ctypes.c_int * 8).in_dll(emulated(), "emulator_constants")
+    module = small_batch_cuda
+    layer = make_layer(Case(1, hidden=384), "cpu", emulated())
+    tiles = layer.case.hidden // module.TILE_ROWS
+    assert list(numbers) == [
+        module.MAX_EXPERTS,
+        module.MAX_PAIRS,
+        module.MAX_COLUMNS,
+        module.INTERMEDIATE_GROUP,
+        module.TILE_ROWS,
+        ctypes.sizeof(module._Config),
+        layer.op._workspaces["counters"].numel() - tiles,
+        VARIANTS,
+    ]
+
+
+def test_cases_reach_every_variant() -> None:
+    library = emulated()
+    reached = set()
+    for case in CASES:
+        op = make_layer(case, "cpu", library).op
+        reached.add(library.emulator_variant(op._config_address, case.tokens))
+    assert reached == set(range(VARIANTS))
+
+
+def routing_of(counts: list[int]) -> Tensor:
+    """Ids [tokens, 1] that give each expert its count of pairs."""
+    return torch.tensor([expert for expert, n in enumerate(counts) for _ in range(n)])[:, None]
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [1] * 20,  # 20 chunks of one pair
+        [33, 1, 1, 1],  # 8, 16 or 32 columns: one pair behind full chunks
+        [17, 17, 17, 17],
+        [1, 65],
+        [9, 1, 9, 1, 9, 1, 1, 1],
+    ],
+    ids=str,
+)
+def test_workspaces_hold_the_worst_routing(counts: list[int]) -> None:
+    """Nothing is written behind a workspace, whatever the number of chunks."""
+    case = Case(sum(counts), 128, 128, experts=len(counts), top_k=1)
+    layer = make_layer(case, "cpu", emulated())
+    layer.ids[:] = routing_of(counts)
+    behind = {}
+    for name, workspace in layer.op._workspaces.items():
+        guarded = torch.zeros(workspace.nbytes + 65536, dtype=torch.uint8)
+        behind[name] = guarded[workspace.nbytes :].fill_(0xA5)
+        layer.op._workspaces[name] = guarded[: workspace.nbytes].view(workspace.dtype)
+        setattr(layer.op._config, name, guarded.data_ptr())
+    check(layer)
+    for name, tail in behind.items():
+        assert bool((tail == 0xA5).all()), name
+
+
+def test_reset_after_a_launch_that_did_not_end() -> None:
+    layer = make_layer(Case(20, 128, 128), "cpu", emulated())
+    want = check(layer)
+    layer.op._workspaces["counters"].fill_(3)
+    layer.op.reset()
+    assert_same(layer(), want)
+
+
+def test_more_blocks_than_multiprocessors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would wait for ever for the ones that find no place."""
+    gpu = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
+    with refuses(ValueError, "num_sms: expected at most 132, got 133"):
+        make_op("cuda", emulated(), tuning=Tuning(num_sms=133))
+    with refuses(ValueError, "num_sms: expected a number of blocks"):
+        make_op("cpu", emulated(), tuning=Tuning())
+
+
 def test_refuses_what_does_not_fit() -> None:
     library = emulated()
     layer = make_layer(Case(4), "cpu", library)
@@ -479,18 +550,38 @@ def test_refuses_what_does_not_fit() -> None:
                 *(a["x"], a["ids"], a["routing"], layer.num_valid, layer.launch_count),
                 *(*layer.weights, layer.x, 0),
             )
-    for geometry in ({"hidden": 200}, {"intermediate": 100}, {"experts": 1025}, {"top_k": 0}):
-        case = replace(Case(1), **geometry)
-        with refuses(ValueError):
-            SmallBatch(
-                hidden_size=case.hidden,
-                intermediate_size=case.intermediate,
-                num_experts=case.experts,
-                top_k=case.top_k,
-                capacity=1,
-                device=torch.device("cpu"),
-                library=library,
-            )
+    for geometry, word in (
+        ({"hidden_size": 200}, "hidden_size: expected a multiple of 128, got 200"),
+        ({"intermediate_size": 100}, "intermediate_size: expected a multiple of 128, got 100"),
+        ({"num_experts": 1025}, "local experts, routed and shared: expected 1 to 1024, got 1025"),
+        ({"num_shared_experts": 1017}, "local experts, routed and shared"),
+        ({"top_k": 0}, "top_k: expected at least 1, got 0"),
+        ({"first_expert": -1, "num_local_experts": 4}, "within 0 to 8 (num_experts), got -1 to 3"),
+        ({"tuning": Tuning(num_sms=5, stages=1)}, "stages: expected 0, or 2 and more, got 1"),
+        ({"first_expert": 5, "num_local_experts": 4}, "within 0 to 8 (num_experts), got 5 to 9"),
+    ):
+        with refuses(ValueError, word):
+            make_op("cpu", library, **geometry)
+
+
+def test_slots_that_are_too_many_for_one_token() -> None:
+    assert make_op("cpu", emulated(), top_k=1025).max_tokens == 0
+
+
+def test_what_the_compiler_made() -> None:
+    """No spills, and no products that wait for each other (ptxas C7510 to C7520)."""
+    try:
+        library = cuda_build.build("small_batch", ["small_batch.cu"])
+    except BackendUnavailable as error:
+        if "nvcc build" in str(error):
+            raise
+        pytest.skip(str(error))
+    report = cuda_build.resource_report(library)
+    assert len(report) == VARIANTS
+    for kernel in report:
+        assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
+    log = library.with_suffix(".log").read_text()
+    assert "wgmma" not in log and "C75" not in log, log
 
 
 # -- GPU only ------------------------------------------------------------------------------------
@@ -544,13 +635,3 @@ def test_graph_replay(pdl: bool, gpu: Backend) -> None:
         for y in outputs:
             assert_same(y, eager, f"valid={valid}")
         assert relative_error(eager, layer.reference()) <= TOLERANCE
-
-
-@pytest.mark.gpu
-@needs_sm90
-def test_no_spills() -> None:
-    library = cuda_build.build("small_batch", ["small_batch.cu"])
-    report = cuda_build.resource_report(library)
-    assert len(report) == 9
-    for kernel in report:
-        assert kernel.spill_stores == kernel.spill_loads == 0, kernel

@@ -280,7 +280,7 @@ def _megamoe(
     step = _built(model, options, say, result, start)
     result.notes.append(f"backend {context.backend}: {context.reason}")
     result.notes.append(f"routers: {', '.join(routers)}")
-    result.notes.append(f"symmetric buffer {context.buffer_bytes} bytes, not in the peak")
+    result.notes.append(f"buffers of the context: {context.buffer_bytes} bytes")
     began = time.perf_counter()
     context.warmup(options.buckets)
     say(f"  kernels warm in {time.perf_counter() - began:.1f} s")

@@ -55,7 +55,8 @@ class MegaMoEContext:
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one, and whether
             there is a second path.
-        rank, world_size: of the group. buffer_bytes: bytes of this rank's buffers.
+        rank, world_size: of the group. buffer_bytes: bytes of this rank's buffers,
+            those of the second path included.
         num_valid: int32 [1] on the device. Rows at or above it are not routed; default: none.
         launch_count: int32 [1] on the device, launches so far, replays included.
 

@@ -112,7 +112,7 @@ def _small_batch(
         )
     except (BackendUnavailable, ValueError) as error:  # ValueError: a geometry it does not take
         return None, str(error)
-    return (kernel, "") if kernel.max_tokens else (None, "its kernels do not take this geometry")
+    return (kernel, "") if kernel.max_tokens else (None, "it does not take this geometry")
 
 
 def _facts(mega: DeepGemmRuntime, config: MegaMoEConfig, device: torch.device) -> dict[str, object]:
