@@ -16,7 +16,8 @@
 // - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into such
 //   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
 //   columns, and no block waits for another's.
-// - Two warpgroups take turns in multiplying: while one does, the other writes its results and tells
+// - Two warpgroups take turns in multiplying: while one does, the other writes its results and
+// tells
 //   other blocks. With one group the stream would stop for that after every tile.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's

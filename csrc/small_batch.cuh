@@ -31,8 +31,8 @@ struct Unit {
     int tile;         // which 64 rows of the expert
 };
 
-// Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with the
-// unit of its own number, and then takes the next one that is free whenever it can ask for more
+// Units are numbered: all of GEMM 1, then all of GEMM 2, both expert by expert. A block begins with
+// the unit of its own number, and then takes the next one that is free whenever it can ask for more
 // weights: all blocks end together, though some are farther from memory. A unit of GEMM 2 waits for
 // GEMM 1 of its pairs, long after its weights were asked for.
 template <typename S>
