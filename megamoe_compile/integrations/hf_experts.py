@@ -67,6 +67,11 @@ class Layout:
     local_ids: bool
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether the class of `module` takes an experts implementation of transformers."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
 def find_experts(model: nn.Module) -> dict[str, Any]:
     """The experts modules by name: those whose class takes an experts implementation.
 
@@ -76,7 +81,7 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     modules = {
         name or type(module).__name__: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        if is_experts(module)
     }
     if not modules:
         raise ValueError(
