@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from .custom_ops.errors import mismatch
 from .custom_ops.reference import BLOCK, FP8, FP8_MAX, dequantize_blocks, quantize_blocks
-from .integrations.checkpoint import Checkpoint, empty_model, fill
 from .hf_config import moe_shape
+from .integrations.checkpoint import Checkpoint, empty_model, fill
 from .integrations.hf_experts import find_experts, is_experts
 
 # Class of transformers, and what differs from its defaults.

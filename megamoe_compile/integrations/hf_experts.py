@@ -129,7 +129,7 @@ def layout_of(
                 "Load the model without its parallelism, or pass group=None.",
             )
         )
-    return Layout(hidden, intermediate, count, _limit(experts, name), transposed, local_ids)
+    return Layout(hidden, intermediate, count, swiglu_limit(experts, name), transposed, local_ids)
 
 
 def local_parameter(experts: nn.Module, name: str) -> Tensor:
@@ -191,8 +191,12 @@ def _check_kind(experts: Any, name: str, empty: bool) -> None:
         )
 
 
-def _limit(experts: Any, name: str) -> float | None:
-    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell."""
+def swiglu_limit(experts: Any, name: str) -> float | None:
+    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell.
+
+    Raises:
+        ValueError: its gate computes something else.
+    """
     limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
     limit = None if limit is None else float(limit)
     edge = limit or 8.0
