@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from megamoe_compile import cli
 from megamoe_compile.custom_ops.reference import (
+    FP8,
     deinterleave_gate_up,
     dequantize_blocks,
     quantize_blocks,
@@ -187,9 +188,17 @@ EXPERT = "model.layers.1.mlp.experts.2"
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("up_proj.weight", torch.zeros(64, 256), r"up_proj.weight: expected \[128, 256\] .*e4m3"),
+        (
+            "up_proj.weight",
+            torch.zeros(64, 256).to(FP8),
+            r"up_proj.weight: expected \[128, 256\] .*e4m3",
+        ),
         ("up_proj.weight", torch.zeros(128, 256), r"up_proj.weight: .* got \[128, 256\] .*float32"),
-        ("down_proj.weight", torch.zeros(128, 256), r"down_proj.weight: expected \[256, 128\]"),
+        (
+            "down_proj.weight",
+            torch.zeros(128, 256).to(FP8),
+            r"down_proj.weight: expected \[256, 128\]",
+        ),
         ("down_proj.weight_scale_inv", torch.ones(1, 2), r"experts.2: w2_scale.shape: expected"),
         ("up_proj.weight_scale_inv", torch.ones(1, 2).half(), r"experts.2: w13_scale.dtype"),
     ],
