@@ -60,6 +60,7 @@ from benchmarks.timing import (
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
 from megamoe_compile.decode_ranks import number_of_ranks, run_ranks, under_torchrun
+from megamoe_compile.presets import PRESETS
 
 MODELS = ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3", "glm-5"]
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512]
@@ -208,7 +209,7 @@ def measure(
 
 
 def benchmark(ranks: Ranks, options: argparse.Namespace) -> None:
-    """All models and numbers of tokens; rank 0 prints each row, and writes after each model."""
+    """All models and numbers of tokens; rank 0 prints and writes after each row."""
     torch.manual_seed(1 + ranks.rank)
     options.bandwidth = copy_bandwidth()
     data: dict[str, Any] = {
@@ -234,17 +235,19 @@ def benchmark(ranks: Ranks, options: argparse.Namespace) -> None:
                 if ranks.rank == 0:
                     shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
                     print(shown, flush=True)
+                    write_results(options.out, data, markdown(data["rows"]))
         paths.close()
         del paths
         gc.collect()
         torch.cuda.empty_cache()
-        if ranks.rank == 0:
-            write_results(options.out, data, markdown(data["rows"]))
-            plot(data["rows"], options.out, ("model", "{}"), LINES, "tokens per rank")
     if ranks.rank == 0:
         for name, reason in data["left_out"].items():
             print(f"{name}: {reason}")
         print(markdown(data["rows"]))
+        try:
+            plot(data["rows"], options.out, ("model", "{}"), LINES, "tokens per rank")
+        except ModuleNotFoundError as error:
+            print(f"no {options.out}.png: {error}")
 
 
 def no_timing(ranks: Ranks) -> str | None:
@@ -299,6 +302,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--commit", help="of this code, where the run has no repository")
     parser.add_argument("--timeout", type=float, default=1500.0, help="seconds, for all of it")
     options = parser.parse_args(arguments)
+    if unknown := sorted(set(options.models) - PRESETS.keys()):
+        parser.error(f"--models: expected some of {', '.join(PRESETS)}, got {', '.join(unknown)}")
+    if min(options.tokens) < 1 or options.rounds < 2:
+        parser.error("expected --tokens of at least 1 and --rounds of at least 2")
     options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     options.ranks = number_of_ranks(options.spawn)
     if options.ranks < 2:

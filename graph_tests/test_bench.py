@@ -6,6 +6,7 @@ import json
 import math
 import multiprocessing
 import os
+import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -37,6 +38,7 @@ from megamoe_compile.bench_parity import BF16_TOLERANCE, compare
 from megamoe_compile.bench_step import ATTENTION, BenchStep, decode_attention, register_attention
 from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference, quantize_blocks
 from megamoe_compile.decode_report import Parity
+from megamoe_compile.environment import environment
 from megamoe_compile.integrations.transformers import prepare
 
 CPU = torch.device("cpu")
@@ -274,6 +276,108 @@ def test_a_fault_keeps_what_came_before(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "- hf-eager failed: RuntimeError" in (tmp_path / "half.md").read_text()
 
 
+def test_one_batch_and_one_step_are_enough(tmp_path: Path) -> None:
+    """No buckets below 1; a spread needs more than one step; .5 is no suffix."""
+    arguments = "bench --model tiny --layers 1 --batch 1 --columns hf-eager hf-eager --context 16"
+    out = tmp_path / "new" / "glm-4.5"
+    assert cli.main([*arguments.split(), "--steps", "1", "--device", "cpu", "--out", str(out)]) == 0
+    (column,) = json.loads((tmp_path / "new" / "glm-4.5.json").read_text())["columns"]
+    assert column["cells"][0]["time"]["steps"] == 3
+    text = (tmp_path / "new" / "glm-4.5.md").read_text()
+    assert bench_report.LEGEND in text
+    assert "| - | - | - |" in text
+
+
+def test_every_cell_is_kept_at_once() -> None:
+    kept: list[int] = []
+    run = options(batches=(1, 2), keep=lambda result: kept.append(len(result.cells)))
+    list(run_columns(["hf-eager"], run, lambda text: None))
+    assert kept == [1, 2]
+
+
+def test_a_device_that_stays_broken_loses_no_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(device: torch.device) -> None:
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(bench_columns, "free_memory", broken)
+    results = list(run_columns(["hf-eager", "hf-eager"], options(), lambda text: None))
+    assert [len(result.cells) for result in results] == [1, 1]
+    assert results[0].error == "RuntimeError: illegal memory access"
+
+
+def test_hf_takes_the_best_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """grouped_mm loses at one token, fails at two, and is still tried and taken from eight on."""
+    times = {
+        "grouped_mm": {1: 9.0, 8: 2.0, 32: 3.0},
+        "batched_mm": {1: 1.0, 2: 1.0, 8: 2.4, 32: 9.0, 64: 18.0},
+    }
+    times["grouped_mm"][64] = 4.0
+    tried: list[tuple[int, str]] = []
+
+    def stand_in(step: Any, run: Options, batch: int, name: str, size: int, say: Any) -> Any:
+        tried.append((batch, name))
+        if batch not in times[name]:
+            raise RuntimeError("out of memory")
+        time = bench_columns.StepTime(times[name][batch], 0.1, 3)
+        return bench_columns.Cell(batch, name, time, 1.0, 1.0, 1.0, 1.0, None, None)
+
+    monkeypatch.setattr(bench_columns, "_compiled_cell", stand_in)
+    run = options(batches=(1, 2, 8, 32, 64))
+    (result,) = run_columns(["hf"], run, lambda text: None)
+    assert result.error is None
+    assert [cell.implementation for cell in result.cells] == [
+        "batched_mm",
+        "batched_mm",
+        "grouped_mm",
+        "grouped_mm",
+        "grouped_mm",
+    ]
+    assert (32, "batched_mm") in tried and (64, "batched_mm") not in tried
+    assert "batched_mm not tried above batch 32" in result.notes
+    assert result.cells[1].notes[0] == "grouped_mm: RuntimeError: out of memory"
+
+
+@pytest.mark.parametrize("fuse", [True, False])
+def test_routers_are_fused_where_asked(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from megamoe_compile.integrations.routers import FusedRouter
+
+    built: list[Any] = []
+
+    def stop(model: Any, *rest: Any) -> None:
+        built.append(model)
+        raise RuntimeError("far enough")
+
+    monkeypatch.setattr(bench_columns, "_built", stop)
+    list(run_columns(["megamoe"], options(fuse_routers=fuse), lambda text: None))
+    gates = [layer.mlp.gate for layer in built[0].model.layers]
+    assert all(isinstance(gate, FusedRouter) is fuse for gate in gates)
+
+
+def test_the_table_says_whose_routers_are_fused() -> None:
+    note = bench_columns._router_note({"a": "fused", "b": "something wraps it"})
+    assert note.startswith("1 of 2 routers are one kernel after their GEMM, in this column only")
+    assert note.endswith("; the rest: something wraps it")
+    assert bench_columns._router_note({}) == "routers as in all columns"
+
+
+def test_facts_are_of_this_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    places: list[Any] = []
+
+    def run(command: Any, cwd: Path, **options: Any) -> Any:
+        places.append(cwd)
+        return subprocess.CompletedProcess(command, 0, "1.2\n1.2\n")  # as with two GPUs
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "GPU")
+    facts = environment()
+    assert facts["driver"] == facts["commit"] == "1.2"
+    assert facts["transformers"] == transformers.__version__
+    assert set(places) == {Path(bench_columns.__file__).parent}
+
+
 def test_speedups_compare_equal_batches() -> None:
     def column(name: str, rates: dict[int, float]) -> ColumnResult:
         result = ColumnResult(name)
@@ -294,10 +398,22 @@ def test_speedups_compare_equal_batches() -> None:
         ("--model tiny --layers 3", "--layers: expected 1 to 2, got 3"),
         ("--model tiny --batch 2 --buckets 4", "--buckets: expected at most 2"),
         ("--model tiny --batch 0", "at least 1, got 0"),
+        ("--model tiny --batch x", "at least 1, got x"),
         ("--model tiny --columns other", "invalid choice: 'other'"),
+        ("--model tiny --device nothing", "expected cpu, cuda or cuda:N, got nothing"),
+        ("--model tiny --device cuda", "--device: expected cpu, got cuda"),
+        ("--model deepseek-v3 --layers 3", "a layer with experts"),
+        (f"--model {Path(__file__).parent}", "config of the model: expected a file"),
+        (f"--model tiny --out {__file__}/results", "--out: "),
     ],
 )
-def test_bad_arguments(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_arguments(
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(SystemExit) as refused:
         cli.main(["bench", *arguments.split()])
     assert refused.value.code == 2
@@ -339,6 +455,27 @@ def test_parity_sees_a_wrong_expert(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_parity, "set_fp8_experts", wrong)
     assert not parity()["bf16"].holds
+
+
+def test_the_recipe_has_the_limit_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    from megamoe_compile import bench_parity
+
+    def clamped(experts: Any, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return torch.nn.functional.silu(gate.clamp(max=0.5)) * up.clamp(-0.5, 0.5)
+
+    monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", clamped)
+    monkeypatch.setattr(Qwen3MoeExperts, "limit", 0.5, raising=False)
+    run = options(source=RandomSource("tiny", 1))
+    x, weights = torch.randn(4, 512).bfloat16(), torch.full((4, 4), 0.25)
+    ids = torch.rand(4, 16).topk(4).indices
+    with torch.no_grad():
+        models: list[Any] = [bench_parity._recipe(run, 128), bench_parity._bf16(run)]
+        models[1].set_experts_implementation("batched_mm")  # the eager loop has no _apply_gate
+        got, want = (model.model.layers[0].mlp.experts(x, ids, weights) for model in models)
+    assert relative_error(got, want) < 0.06
 
 
 # -- the unfused chain -----------------------------------------------------------------------------

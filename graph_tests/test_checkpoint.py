@@ -17,9 +17,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from checkpoint_helpers import small_config, write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from megamoe_compile import cli
 from megamoe_compile.custom_ops.reference import (
+    FP8,
     deinterleave_gate_up,
     dequantize_blocks,
     quantize_blocks,
@@ -153,6 +155,62 @@ def test_a_missing_tensor_is_named(tmp_path: Path, drop: str, message: str) -> N
     write_checkpoint(tmp_path, small_config())
     edit_index(tmp_path, drop)
     with pytest.raises(ValueError, match=message):
+        loaded(tmp_path)
+
+
+def replace(directory: Path, name: str, value: torch.Tensor | None) -> None:
+    """Store other values of one tensor in its file, or drop it there; the index stays."""
+    file = directory / json.loads((directory / loading.INDEX).read_text())["weight_map"][name]
+    tensors = load_file(file)
+    del tensors[name]
+    save_file({**tensors, **({} if value is None else {name: value})}, file)
+
+
+def test_a_missing_or_broken_shard_is_named(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, small_config())
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    replace(tmp_path, name, None)
+    with pytest.raises(ValueError, match=rf"model-0000\d-of-00003.safetensors: expected .*{name}"):
+        loaded(tmp_path)
+    shard = tmp_path / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"model-00002-of-00003.safetensors: expected a file with"):
+        loaded(tmp_path)
+    shard.unlink()
+    (tmp_path / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"the 3 that .* names, got no model-00002.*, model-00003"):
+        loaded(tmp_path)
+
+
+EXPERT = "model.layers.1.mlp.experts.2"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        (
+            "up_proj.weight",
+            torch.zeros(64, 256).to(FP8),
+            r"up_proj.weight: expected \[128, 256\] .*e4m3",
+        ),
+        ("up_proj.weight", torch.zeros(128, 256), r"up_proj.weight: .* got \[128, 256\] .*float32"),
+        (
+            "down_proj.weight",
+            torch.zeros(128, 256).to(FP8),
+            r"down_proj.weight: expected \[256, 128\]",
+        ),
+        ("down_proj.weight_scale_inv", torch.ones(1, 2), r"experts.2: w2_scale.shape: expected"),
+        ("up_proj.weight_scale_inv", torch.ones(1, 2).half(), r"experts.2: w13_scale.dtype"),
+    ],
+)
+def test_an_expert_of_another_kind_is_named(
+    tmp_path: Path, name: str, value: torch.Tensor, message: str
+) -> None:
+    write_checkpoint(tmp_path, small_config())
+    replace(tmp_path, f"{EXPERT}.{name}", value)
+    if name == "up_proj.weight_scale_inv":  # they are joined
+        replace(tmp_path, f"{EXPERT}.gate_proj.weight_scale_inv", value.clone())
+    with pytest.raises(ValueError, match=rf"{EXPERT}.*{message.removeprefix('experts.2')}"):
         loaded(tmp_path)
 
 

@@ -153,8 +153,6 @@ def table(rank: int, world_size: int, out: str) -> None:
         patch.setattr(expert_parallel, "environment", lambda commit: {"commit": commit})
         patch.setattr(expert_parallel, "raw_calls", lambda bench: (lambda *a: 0, lambda *a: 0))
         patch.setattr(expert_parallel, "time_variants", stand_in_times)
-        if importlib.util.find_spec("matplotlib") is None:
-            patch.setattr(expert_parallel, "plot", lambda *a: None)
         patch.setattr(expert_parallel, "triton_context", no_triton)
         options = expert_parallel.parse(["--spawn", "2", "--device", "cpu", "--out", out])
         options.models, options.tokens, options.commit = ["tiny"], [1, 8], "abc"
@@ -181,12 +179,15 @@ def test_table_takes_the_slowest_rank_and_names_what_is_left_out(
     assert "| tiny | 2 | 8 | 11 | 21 | 31 | - |" in (tmp_path / "ep2.md").read_text()
 
 
-def test_slow_paths_are_refused_before_anything_starts(
+def test_bad_arguments_are_refused_before_anything_starts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for arguments, words in (
         (["--spawn", "1", "--check-only"], "expected at least 2 ranks"),
         (["--device", "cpu"], "expected at least 2 ranks"),
+        (["--spawn", "2", "--models", "glm-5", "glm-6"], "got glm-6"),
+        (["--spawn", "2", "--tokens", "0", "8"], "--tokens of at least 1"),
+        (["--spawn", "2", "--rounds", "1"], "--rounds of at least 2"),
     ):
         with pytest.raises(SystemExit) as ended:
             expert_parallel.parse(arguments)

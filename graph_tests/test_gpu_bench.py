@@ -51,19 +51,22 @@ def test_chain_matches_reference(tokens: int) -> None:
 
 def test_the_command_runs_all_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "tiny"
-    arguments = "bench --model tiny --batch 1 4 --buckets 2 --context 128 --steps 5 --json"
+    # Few batch sizes: each is compiled anew, and what is left on the clock is Inductor's.
+    arguments = "bench --model tiny --batch 2 --buckets 1 --context 128 --steps 5 --json"
     code = cli.main([*arguments.split(), "--out", str(out)])
     data = json.loads(capsys.readouterr().out)
     assert code == 0, {column["name"]: column["error"] for column in data["columns"]}
     for column in data["columns"]:
-        assert [cell["batch"] for cell in column["cells"]] == [1, 4]
+        (cell,) = column["cells"]
+        assert cell["batch"] == 2
+        assert cell["peak_bytes"] > 1e6
         if column["name"] == "hf-eager":
             continue
-        for cell in column["cells"]:
-            assert 0.05 < cell["share"]["moe_block"] < 0.95
-            assert cell["host_us"] > 0
-    assert data["columns"][-1]["buckets"] == [1, 2, 4]
-    assert out.with_suffix(".md").read_text().count("\n| 4 | ") == 4
+        assert cell["share"]["moe_block"] is not None, (column["name"], cell["share"]["largest"])
+        assert 0.05 < cell["share"]["moe_block"] < 0.95
+        assert cell["host_us"] > 0
+    assert data["columns"][-1]["buckets"] == [1, 2]
+    assert out.with_suffix(".md").read_text().count("\n| 2 | ") == 4
 
 
 def test_parity() -> None:

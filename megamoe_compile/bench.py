@@ -1,14 +1,15 @@
 """`megamoe bench`: decode a whole model with four kinds of experts, in one run.
 
 Each column builds the model with the same weights, decodes with a static KV cache, and frees it.
-Results are written after every column; a column that fails is reported with its error. `--parity`
-compares the outputs instead of the times (see `bench_parity.py`).
+Results are written after every batch size of a column; a column that fails is reported with its
+error. `--parity` compares the outputs instead of the times (see `bench_parity.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -94,7 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="profile a few replays on CUDA, for the share of the MoE blocks (default: yes)",
     )
-    parser.add_argument("--device", type=torch.device, help="(default: cuda where there is one)")
+    parser.add_argument(
+        "--fuse-routers",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="in the megamoe column, one kernel for a router's softmax and top-k (default: yes)",
+    )
+    parser.add_argument("--device", type=_device, help="(default: cuda where there is one)")
     parser.add_argument(
         "--backend",
         choices=get_args(Backend),
@@ -109,7 +116,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps steps of changing batch sizes, and time nothing",
     )
     parser.add_argument(
-        "--out", type=Path, metavar="PATH", help="write PATH.json, PATH.md and PATH.png"
+        "--out",
+        type=Path,
+        metavar="PATH",
+        help="write PATH.json, PATH.md and PATH.png; with --parity PATH.json",
     )
     parser.add_argument("--commit", help="of this code, where the run has no repository")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
@@ -121,22 +131,41 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         argparse.ArgumentError: arguments that make no sense.
     """
+    if args.device is not None and args.device.type == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentError(
+            None, mismatch("--device", "cpu", args.device, "This torch has no usable GPU.")
+        )
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     batches = tuple(sorted(set(args.batch)))
     steps = args.steps or (256 if args.parity else 50)
     extra = args.buckets or [n for n in DEFAULT_BUCKETS if n < batches[-1]]
     try:
+        if device.index is not None:
+            torch.cuda.set_device(device)  # streams and graphs are those of the current device
         layers = args.layers
         if layers is None and args.model in PRESETS and device.type == "cuda":
-            layers = fitting_layers(args.model, torch.cuda.mem_get_info(device)[0])
+            # Parity has three models at once, one in bf16 and two of half the bytes.
+            free = torch.cuda.mem_get_info(device)[0]
+            layers = fitting_layers(args.model, free // 2 if args.parity else free)
         source = make_source(args.model, layers, args.seed)
     except ValueError as error:
         raise argparse.ArgumentError(None, str(error)) from error
-    if max(extra) > batches[-1]:
+    if max(extra, default=0) > batches[-1]:
         raise argparse.ArgumentError(
             None,
             mismatch("--buckets", f"at most {batches[-1]}, the largest batch", extra, "Drop it."),
         )
+    if args.out is not None:
+        try:
+            args.out.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:  # before an hour of work, not after it
+            raise argparse.ArgumentError(None, f"--out: {error}") from error
+    columns: list[ColumnResult] = []
+
+    def keep(result: ColumnResult) -> None:
+        if args.out is not None:
+            bench_report.write(args.out, facts, [*columns, result])
+
     options = Options(
         source=source,
         device=device,
@@ -149,6 +178,8 @@ def run(args: argparse.Namespace) -> int:
         backend=args.backend,
         seed=args.seed,
         profile=args.profile,
+        fuse_routers=args.fuse_routers,
+        keep=keep,
     )
     register_attention()
     began = time.perf_counter()
@@ -161,7 +192,7 @@ def run(args: argparse.Namespace) -> int:
         "context": args.context,
         "attention": args.attention,
         "steps": steps,
-        "command": "megamoe " + " ".join(sys.argv[1:]),
+        "command": "megamoe " + shlex.join(sys.argv[1:]),
         **environment(args.commit),
     }
     say(f"{source.name} on {facts['gpu']}")
@@ -169,11 +200,9 @@ def run(args: argparse.Namespace) -> int:
         from .bench_parity import run_parity
 
         return run_parity(options, facts, args.out, args.json, say)
-    columns: list[ColumnResult] = []
-    for column in run_columns(args.columns, options, say):
+    for column in run_columns(list(dict.fromkeys(args.columns)), options, say):
+        keep(column)
         columns.append(column)
-        if args.out is not None:
-            bench_report.write(args.out, facts, columns)
     if args.out is not None:
         try:
             bench_report.plot(args.out, facts, columns)
@@ -187,7 +216,20 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
     if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {number}")
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
     return number
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text}")
+    return device

@@ -1,11 +1,14 @@
 """The columns of `megamoe bench`: the same model and step with four kinds of experts.
 
-hf-eager     transformers as it is: its default experts, in bf16, nothing compiled
+hf-eager     transformers' implementation "eager", a loop over experts, in bf16, nothing compiled
 hf           its fastest implementation of those that run here, in bf16, compiled and captured
 chain        FP8 experts as separate kernels (custom_ops/unfused_chain.py), compiled and captured
 megamoe      `integrations.transformers.prepare`, compiled, captured by the GraphRunner
 
-On a CPU nothing is captured, and a column times its compiled step.
+Attention, static cache and the order of a step are the same in all columns; Inductor compiles all
+but the first in its default mode. The megamoe column alone has the routers of `fuse_routers`,
+unless `Options.fuse_routers` is off. On a CPU nothing is captured, and a column times its compiled
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import contextlib
 import dataclasses
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -33,6 +36,7 @@ from .bench_measure import (
 from .bench_models import (
     Source,
     counting_experts,
+    experts_shape,
     model_without_experts,
     set_bf16_experts,
     set_fp8_experts,
@@ -41,10 +45,15 @@ from .bench_step import BenchStep
 from .config import Backend
 from .custom_ops.errors import BackendUnavailable, mismatch
 from .graph import GraphRunner
+from .integrations.hf_experts import find_experts, is_experts, swiglu_limit
+from .integrations.routers import FUSED, fuse_routers
 
 COLUMNS = ("hf-eager", "hf", "chain", "megamoe")
 HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")  # that need no kernel from elsewhere
-HOPELESS = 1.3  # times slower than the best at a smaller batch: not tried at larger ones
+# Its cost grows with every (token, expert) pair: once so many times slower than the best, it is not
+# tried at larger batches. The others may lose at one token and win at eight.
+PER_PAIR, HOPELESS = "batched_mm", 1.3
+LEFT_BEHIND = 1e9  # bytes allocated before a column begins; cuBLAS keeps some per stream
 TOKEN_SETS = 64
 SAMPLED_STEPS = 3  # for the number of touched experts
 Step = Callable[[Tensor], object]
@@ -66,6 +75,8 @@ class Options:
     backend: Backend
     seed: int
     profile: bool = True  # on CUDA
+    fuse_routers: bool = True  # of the megamoe column
+    keep: Callable[[ColumnResult], None] = lambda result: None  # called after every cell
 
     def tokens(self, batch: int) -> Tensor:
         """Random tokens, int64 [N, B], the same for all columns."""
@@ -92,6 +103,7 @@ class Cell:
     touched_experts: float  # per MoE layer and step
     compile_s: float | None
     capture_s: float | None
+    peak_bytes: int | None = None  # allocated by torch while this cell was made, weights included
     host_us: float | None = None
     share: KernelShare | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -104,7 +116,7 @@ class ColumnResult:
     notes: list[str] = dataclasses.field(default_factory=list)
     error: str | None = None
     build_s: float | None = None
-    peak_bytes: int | None = None
+    build_peak_bytes: int | None = None
     buckets: list[int] = dataclasses.field(default_factory=list)  # captured together
     capture_s: float | None = None  # of all these buckets, after warm-up
 
@@ -115,8 +127,10 @@ def run_column(name: str, options: Options, say: Say, result: ColumnResult) -> N
     Raises:
         BackendUnavailable: the column cannot run here. Anything that a kernel or a compiler raises.
     """
-    cuda = options.device.type == "cuda"
-    if cuda:
+    if options.device.type == "cuda":
+        left = torch.cuda.memory_allocated(options.device)
+        if left > LEFT_BEHIND:
+            result.notes.append(f"{left / 1e9:.1f} GB were allocated before this column began")
         torch.cuda.reset_peak_memory_stats(options.device)
     start = time.perf_counter()
     with contextlib.ExitStack() as stack:
@@ -131,11 +145,7 @@ def run_column(name: str, options: Options, say: Say, result: ColumnResult) -> N
             "chain": _chain,
             "megamoe": _megamoe,
         }[name]
-        try:
-            run(model, options, say, result, start, stack)
-        finally:
-            if cuda:
-                result.peak_bytes = torch.cuda.max_memory_allocated(options.device)
+        run(model, options, say, result, start, stack)
 
 
 def free_memory(device: torch.device) -> None:
@@ -162,11 +172,10 @@ def _hf_eager(
     cast(Any, model).set_experts_implementation("eager")
     step = _built(model, options, say, result, start)
     for batch in options.batches:
+        _reset_peak(options.device)
         touched = _touched(step, options, batch)
         run = _eager(step, options)
-        cell = _cell(step, options, batch, "eager", run, touched, 2)
-        result.cells.append(cell)
-        say(_line(cell))
+        _add(_cell(step, options, batch, "eager", run, touched, 2), options, say, result)
 
 
 def _hf_best(
@@ -190,11 +199,10 @@ def _hf_best(
             except Exception as error:
                 notes.append(f"{name}: {_short(error)}")
                 say(f"  batch {batch}: {notes[-1]}")
-                candidates.remove(name)
                 continue
             cells.append(cell)
             notes.append(f"{name}: {cell.time.median:.3f} ms")
-            say(_line(cell))
+            say(f"  candidate: {_line(cell).strip()}")
         if not cells:
             raise BackendUnavailable(
                 mismatch(
@@ -206,10 +214,13 @@ def _hf_best(
             )
         best = min(cells, key=lambda cell: cell.time.median)
         best.notes = notes
-        result.cells.append(best)
-        slow = [c for c in cells if c.time.median > HOPELESS * best.time.median]
-        for cell in slow:
-            candidates.remove(cell.implementation)
+        _add(best, options, say, result)
+        if any(
+            cell.implementation == PER_PAIR and cell.time.median > HOPELESS * best.time.median
+            for cell in cells
+        ):
+            candidates.remove(PER_PAIR)
+            result.notes.append(f"{PER_PAIR} not tried above batch {batch}")
 
 
 def _chain(
@@ -226,14 +237,12 @@ def _chain(
         )
     name = register_chain()
     set_fp8_experts(model, options.source, options.device)
-    for module in model.modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            cast(Any, module).config._experts_implementation = name
+    for prefix, module in find_experts(model).items():
+        module.config._experts_implementation = name
+        module.megamoe_bench_limit = swiglu_limit(module, prefix)
     step = _built(model, options, say, result, start)
     for batch in options.batches:
-        cell = _compiled_cell(step, options, batch, "chain", 1, say)
-        result.cells.append(cell)
-        say(_line(cell))
+        _add(_compiled_cell(step, options, batch, "chain", 1, say), options, say, result)
 
 
 def register_chain() -> str:
@@ -253,7 +262,7 @@ def register_chain() -> str:
                 module.gate_up_proj_scale_inv,
                 module.down_proj,
                 module.down_proj_scale_inv,
-                None,
+                module.megamoe_bench_limit,
             ),
         )
 
@@ -269,21 +278,23 @@ def _megamoe(
     start: float,
     stack: contextlib.ExitStack,
 ) -> None:
-    from .integrations.routers import fuse_routers
     from .integrations.transformers import prepare
 
     set_fp8_experts(model, options.source, options.device)
     context = stack.enter_context(
         prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
     )
-    routers = sorted(set(fuse_routers(model).values()))
+    routers = fuse_routers(model) if options.fuse_routers else {}
     step = _built(model, options, say, result, start)
     result.notes.append(f"backend {context.backend}: {context.reason}")
-    result.notes.append(f"routers: {', '.join(routers)}")
-    result.notes.append(f"buffers of the context: {context.buffer_bytes} bytes")
+    result.notes.append(_router_note(routers))
+    result.notes.append(
+        f"{context.buffer_bytes / 1e9:.2f} GB of the peak are the buffers of the context"
+    )
     began = time.perf_counter()
     context.warmup(options.buckets)
-    say(f"  kernels warm in {time.perf_counter() - began:.1f} s")
+    result.notes.append(f"kernels warm in {time.perf_counter() - began:.1f} s, not in compile s")
+    say(f"  {result.notes[-1]}")
     touched = {batch: _touched(step, options, batch) for batch in options.batches}
     step.compile()
     compile_s: dict[int, float] = {}
@@ -316,8 +327,20 @@ def _megamoe(
         cell = _cell(step, options, batch, captures[batch].backend, run, touched[batch], 1)
         cell.compile_s, cell.capture_s = compile_s[batch], captures[batch].capture_seconds
         _profile(cell, run, options)
-        result.cells.append(cell)
-        say(_line(cell))
+        _add(cell, options, say, result)
+
+
+def _router_note(routers: Mapping[str, str]) -> str:
+    """What `fuse_routers` did, in words for the table."""
+    fused = sum(why == FUSED for why in routers.values())
+    others = sorted({why for why in routers.values() if why != FUSED})
+    if not fused:
+        return "routers as in all columns" + "".join(f"; {why}" for why in others)
+    return (
+        f"{fused} of {len(routers)} routers are one kernel after their GEMM, in this column only: "
+        "the others have what Inductor makes of transformers' routers (compare: --no-fuse-routers)"
+        + "".join(f"; the rest: {why}" for why in others)
+    )
 
 
 # -- steps -----------------------------------------------------------------------------------------
@@ -332,7 +355,24 @@ def _built(
     say(f"  built in {result.build_s:.1f} s")
     step = BenchStep(model, options.buckets[-1], options.context_length)
     step(options.tokens(1)[0], options.position())
+    result.build_peak_bytes = _peak(options.device)
+    _reset_peak(options.device)
     return step
+
+
+def _add(cell: Cell, options: Options, say: Say, result: ColumnResult) -> None:
+    result.cells.append(cell)
+    say(_line(cell))
+    options.keep(result)
+
+
+def _peak(device: torch.device) -> int | None:
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def _eager(step: BenchStep, options: Options) -> Step:
@@ -345,6 +385,7 @@ def _compiled_cell(
 ) -> Cell:
     """Compile the step for one batch size, capture it by hand on CUDA, and measure."""
     torch._dynamo.reset()
+    _reset_peak(options.device)
     touched = _touched(step, options, batch)
     step.compile()
     static, position = options.tokens(batch)[0].clone(), options.position()
@@ -407,11 +448,9 @@ def _cell(
     touched: float,
     weight_bytes: int,
 ) -> Cell:
-    config = options.source.config.get_text_config()
-    layers = sum(
-        hasattr(m, "is_transposed") and hasattr(m, "has_gate") for m in step.model.modules()
-    )
-    expert = 3 * config.hidden_size * config.moe_intermediate_size * weight_bytes
+    layers = sum(map(is_experts, step.model.modules()))
+    _, hidden, intermediate = experts_shape(options.source.config)
+    expert = 3 * hidden * intermediate * weight_bytes
     measured = time_steps(run, options.tokens(batch), options.steps, options.budget_s)
     read = step_bytes(step, batch, touched, expert)
     return Cell(
@@ -424,6 +463,7 @@ def _cell(
         touched_experts=touched / layers,
         compile_s=None,
         capture_s=None,
+        peak_bytes=_peak(options.device),
     )
 
 
@@ -465,5 +505,8 @@ def run_columns(names: Sequence[str], options: Options, say: Say) -> Iterator[Co
         except Exception as error:  # one column's fault must not take the others' results
             result.error = _short(error)
             say(f"  failed: {result.error}")
-        free_memory(options.device)
+        try:
+            free_memory(options.device)
+        except Exception as error:  # a CUDA error that stays: the results so far are still good
+            result.error = result.error or _short(error)
         yield result

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .integrations.hf_experts import is_experts
+
 ROUTER = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
 NORM = re.compile(r"rsqrt", re.IGNORECASE)
 PROFILED_REPLAYS = 3
+LEAST_STEPS = 3  # a spread needs some
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,8 @@ def percent(share: KernelShare) -> str:
 def time_steps(
     step: Callable[[Tensor], object], tokens: Tensor, steps: int, budget_s: float
 ) -> StepTime:
-    """Time `step(tokens[i])`, each with its own tokens, until `steps` or until the budget is spent.
+    """Time `step(tokens[i])`, each with its own tokens, until `steps` or until the budget is spent;
+    three times at least.
 
     Args:
         tokens: int64 [N, B] on the device; used in turn. On CUDA a time lies between two events
@@ -59,7 +63,9 @@ def time_steps(
     for index in range(2):
         step(tokens[index % tokens.shape[0]])
     begin = time.perf_counter()
-    while len(samples) < steps and (len(samples) < 3 or time.perf_counter() - begin < budget_s):
+    while len(samples) < LEAST_STEPS or (
+        len(samples) < steps and time.perf_counter() - begin < budget_s
+    ):
         row = tokens[len(samples) % tokens.shape[0]]
         if cuda:
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -164,7 +170,7 @@ def step_bytes(step: Any, batch: int, touched: float, expert_bytes: int) -> floa
     expert_modules = {
         id(parameter)
         for module in step.model.modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        if is_experts(module)
         for parameter in module.parameters()
     }
     dense = sum(

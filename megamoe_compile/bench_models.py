@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from .custom_ops.errors import mismatch
 from .custom_ops.reference import BLOCK, FP8, FP8_MAX, dequantize_blocks, quantize_blocks
+from .hf_config import moe_shape
 from .integrations.checkpoint import Checkpoint, empty_model, fill
-from .integrations.hf_experts import find_experts
+from .integrations.hf_experts import find_experts, is_experts
 
 # Class of transformers, and what differs from its defaults.
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
@@ -117,10 +118,8 @@ class RandomSource:
         fill(model, device, value)
 
     def experts(self, prefix: str, index: int, device: torch.device) -> LayerExperts:
-        config = self.config.get_text_config()
         generator = torch.Generator(device).manual_seed(self.seed + 1 + index)
-        count, hidden = config.num_local_experts, config.hidden_size
-        intermediate = config.moe_intermediate_size
+        count, hidden, intermediate = experts_shape(self.config)
         w13, w13_scale = _random_fp8(count, 2 * intermediate, hidden, device, generator)
         w2, w2_scale = _random_fp8(count, hidden, intermediate, device, generator)
         return LayerExperts(w13, w13_scale, w2, w2_scale)
@@ -130,6 +129,7 @@ class CheckpointSource:
     """The weights of a local checkpoint, with one tensor per expert and projection."""
 
     def __init__(self, directory: Path, layers: int | None) -> None:
+        moe_shape(directory)  # the better message
         from transformers import AutoConfig
 
         self.config = cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True)
@@ -142,9 +142,8 @@ class CheckpointSource:
             fill(model, device, checkpoint.read_dense)
 
     def experts(self, prefix: str, index: int, device: torch.device) -> LayerExperts:
-        config = self.config.get_text_config()
-        count, hidden = config.num_local_experts, config.hidden_size
-        layer = _empty_experts(count, hidden, config.moe_intermediate_size, device)
+        count, hidden, intermediate = experts_shape(self.config)
+        layer = _empty_experts(count, hidden, intermediate, device)
         with Checkpoint(self.directory, device) as checkpoint:
             for expert in range(count):
                 w13, w13_scale, w2, w2_scale = checkpoint.expert(prefix, expert)
@@ -152,19 +151,50 @@ class CheckpointSource:
                     w13, w13_scale = quantize_blocks(w13)
                     w2, w2_scale = quantize_blocks(w2)
                 for target, value in zip(layer, (w13, w13_scale, w2, w2_scale), strict=True):
+                    if target.shape[1:] != value.shape:
+                        raise ValueError(
+                            mismatch(
+                                f"{prefix}.{expert}",
+                                f"a tensor {list(target.shape[1:])}, of gate and up or of down",
+                                list(value.shape),
+                                "Pass a checkpoint with weights of its config.json's shape.",
+                            )
+                        )
                     target[expert].copy_(value)
         return layer
 
 
 def make_source(model: str, layers: int | None, seed: int = 0) -> Source:
-    """The source of a preset's name or a directory. ValueError: neither."""
+    """The source of a preset's name or a directory.
+
+    Raises:
+        ValueError: neither, not a MoE model, or none of the layers taken has experts.
+    """
+    source: Source
     if model in PRESETS:
-        return RandomSource(model, layers, seed)
-    if Path(model).is_dir():
-        return CheckpointSource(Path(model), layers)
-    raise ValueError(
-        mismatch("--model", f"{', '.join(PRESETS)} or a directory", repr(model), "Pass one.")
-    )
+        source = RandomSource(model, layers, seed)
+    elif Path(model).is_dir():
+        source = CheckpointSource(Path(model), layers)
+    else:
+        raise ValueError(
+            mismatch("--model", f"{', '.join(PRESETS)} or a directory", repr(model), "Pass one.")
+        )
+    if not any(map(is_experts, empty_model(source.config).modules())):
+        raise ValueError(
+            mismatch(
+                "--layers",
+                "enough for a layer with experts: the first ones of some models have none",
+                source.name,
+                "Pass more.",
+            )
+        )
+    return source
+
+
+def experts_shape(config: Any) -> tuple[int, int, int]:
+    """(experts, hidden size, intermediate size) of the routed experts of a configuration."""
+    shape = moe_shape(config)
+    return shape["num_experts"], shape["hidden_size"], shape["intermediate_size"]
 
 
 def fitting_layers(preset: str, free_bytes: int) -> int:
@@ -228,7 +258,7 @@ def counting_experts(model: nn.Module) -> Iterator[list[int]]:
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
         counts.append(int(args[1].unique().numel()))
 
-    modules = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "has_gate")]
+    modules = [module for module in model.modules() if is_experts(module)]
     handles = [module.register_forward_pre_hook(note) for module in modules]
     try:
         yield counts

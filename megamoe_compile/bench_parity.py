@@ -27,11 +27,13 @@ from torch import Tensor, nn
 
 from .bench_columns import Options, Say
 from .bench_models import model_without_experts, set_bf16_experts, set_fp8_experts
+from .bench_report import with_ending
 from .context import MegaMoEContext
 from .custom_ops.reference import BLOCK, moe_reference
 from .decode_batch import Batch, rank_sizes
 from .decode_report import Parity
 from .graph import GraphRunner
+from .integrations.hf_experts import find_experts, swiglu_limit
 from .slot_cache import DecodeStep, SlotCache
 from .weights import adopt
 
@@ -79,9 +81,8 @@ def run_parity(
     with torch.no_grad():
         report = compare(options, say)
     if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
         data = json.dumps({**facts, **report.as_dict()}, indent=1, default=str) + "\n"
-        out.with_suffix(".json").write_text(data)
+        with_ending(out, ".json").write_text(data)
     print(json.dumps({**facts, **report.as_dict()}, default=str) if as_json else report.text())
     return 0 if report.holds else 1
 
@@ -145,7 +146,8 @@ def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, 
     context = stack.enter_context(
         prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
     )
-    fuse_routers(model)
+    if options.fuse_routers:
+        fuse_routers(model)
     return model, context
 
 
@@ -167,19 +169,25 @@ def _recipe(options: Options, intermediate_group: int) -> nn.Module:
             module.down_proj,
             module.down_proj_scale_inv,
         )
-        return moe_reference(x, ids, weights, *prepared, intermediate_group=intermediate_group)
+        return moe_reference(
+            x,
+            ids,
+            weights,
+            *prepared,
+            swiglu_limit=module.megamoe_bench_limit,
+            intermediate_group=intermediate_group,
+        )
 
     ALL_EXPERTS_FUNCTIONS.register(RECIPE, forward)
     model = model_without_experts(options.source, options.device, "sdpa")
     set_fp8_experts(model, options.source, options.device)
-    for module in model.modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            experts = cast(Any, module)
-            adopt(
-                experts.gate_up_proj,
-                experts.gate_up_proj_scale_inv,
-                experts.down_proj,
-                experts.down_proj_scale_inv,
-            )
-            experts.config._experts_implementation = RECIPE
+    for prefix, experts in find_experts(model).items():
+        adopt(
+            experts.gate_up_proj,
+            experts.gate_up_proj_scale_inv,
+            experts.down_proj,
+            experts.down_proj_scale_inv,
+        )
+        experts.config._experts_implementation = RECIPE
+        experts.megamoe_bench_limit = swiglu_limit(experts, prefix)
     return model

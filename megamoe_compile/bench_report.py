@@ -17,7 +17,20 @@ TITLES = {
     "chain": "unfused FP8 chain, captured",
     "megamoe": "megamoe, captured",
 }
-BAR_HOST_US, BAR_CAPTURE_S = 100.0, 60.0
+LEGEND = """\
+- ms/step: median of single steps; spread: their interquartile range. Each step has other tokens,
+  and counts their copy and the launch. On CUDA between events, with the GPU idle before.
+- All columns run one step with one attention and the same weights; only hf-eager is not compiled.
+- GB/s: bytes that a step reads at least (touched experts in the column's own dtype, all other
+  weights once, the requests' KV cache) over ms/step. A weight of an expert is 2 bytes in hf-eager
+  and hf, 1 in chain and megamoe.
+- MoE share: of the time of all kernels in a profile of replays, what lies between a router's top-k
+  and the next layer; "unknown" where these kernels were not recognized.
+- compile s: first call at this batch size, with what Inductor's caches on disk held. host us: host
+  time of a replay's call. peak GB: of torch's allocator; megamoe holds the graphs of all its
+  buckets, the other columns one graph.
+- "-": does not apply, or was not measured.
+"""
 
 
 def as_dict(facts: Mapping[str, Any], columns: Sequence[ColumnResult]) -> dict[str, Any]:
@@ -41,8 +54,8 @@ def speedups(columns: Sequence[ColumnResult], base: str) -> dict[int, float]:
 
 
 def table(columns: Sequence[ColumnResult]) -> str:
-    """A Markdown table, a row per batch size and column; then failures, notes and the bars."""
-    over = speedups(columns, "hf")
+    """A Markdown table, a row per batch size and column; then legend, failures and notes."""
+    over = {base: speedups(columns, base) for base in ("hf", "chain")}
     head = (
         "batch",
         "experts",
@@ -51,6 +64,7 @@ def table(columns: Sequence[ColumnResult]) -> str:
         "ms/step",
         "spread",
         "vs hf",
+        "vs chain",
         "MoE share",
         "GB/s",
         "compile s",
@@ -68,7 +82,7 @@ def table(columns: Sequence[ColumnResult]) -> str:
         key=lambda row: row[:2],
     )
     for batch, _, column, cell in rows:
-        peak = column.peak_bytes
+        ours = column.name == "megamoe"
         values = (
             str(batch),
             column.name,
@@ -76,16 +90,19 @@ def table(columns: Sequence[ColumnResult]) -> str:
             f"{cell.tokens_per_s:.1f}",
             f"{cell.time.median:.3f}",
             f"{cell.time.spread:.3f}",
-            f"{over[batch]:.2f}" if column.name == "megamoe" and batch in over else "",
-            "" if cell.share is None else percent(cell.share),
+            *(
+                f"{ratios[batch]:.2f}" if ours and batch in ratios else "-"
+                for ratios in over.values()
+            ),
+            "-" if cell.share is None else percent(cell.share),
             f"{cell.gigabytes_per_s:.0f}",
             _number(cell.compile_s),
             _number(cell.capture_s),
             _number(cell.host_us),
-            "" if peak is None else f"{peak / 1e9:.1f}",
+            "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e9:.1f}",
         )
         lines.append("| " + " | ".join(values) + " |")
-    lines.append("")
+    lines += ["", LEGEND]
     lines += [f"- {column.name} failed: {column.error}" for column in columns if column.error]
     lines += [f"- {column.name}: {note}" for column in columns for note in column.notes]
     lines += [
@@ -129,14 +146,18 @@ def _kernels_of(name: str, cell: Cell) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_ending(path: Path, ending: str) -> Path:
+    """PATH.json and so on: `with_suffix` would take the .5 of glm-4.5 for a suffix."""
+    return path.with_name(path.name + ending)
+
+
 def write(path: Path, facts: Mapping[str, Any], columns: Sequence[ColumnResult]) -> None:
-    """Write PATH.json and PATH.md, whole, over what an earlier column left."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write PATH.json and PATH.md, whole, over what an earlier call left. Their folder exists."""
     data = json.dumps(as_dict(facts, columns), indent=1, default=str) + "\n"
-    path.with_suffix(".json").write_text(data)
+    with_ending(path, ".json").write_text(data)
     head = "\n".join(f"- {name}: {value}" for name, value in facts.items())
     text = f"{head}\n\n{table(columns)}\n{kernels(columns)}"
-    path.with_suffix(".md").write_text(text)
+    with_ending(path, ".md").write_text(text)
 
 
 def plot(path: Path, facts: Mapping[str, Any], columns: Sequence[ColumnResult]) -> None:
@@ -162,8 +183,8 @@ def plot(path: Path, facts: Mapping[str, Any], columns: Sequence[ColumnResult]) 
     axes.grid(alpha=0.3)
     if columns:
         axes.legend()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    figure.savefig(with_ending(path, ".png"), dpi=120)
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.1f}"
+    return "-" if value is None else f"{value:.1f}"

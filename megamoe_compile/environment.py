@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime
+import importlib.metadata
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,10 +19,22 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
     def run(*command: str) -> str:
         try:
-            done = subprocess.run(command, capture_output=True, text=True, check=True)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                check=True,
+                cwd=Path(__file__).parent,  # git: this code's repository, not the caller's
+            )
         except (OSError, subprocess.CalledProcessError):
             return "unknown"
-        return done.stdout.strip()
+        return done.stdout.partition("\n")[0].strip()  # one line per GPU: all have one driver
+
+    def version(package: str) -> str:
+        try:
+            return importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return "none"
 
     cuda = torch.cuda.is_available()
     driver = run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
@@ -30,6 +44,8 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "driver": driver if cuda else "none",
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "triton": version("triton"),
+        "transformers": version("transformers"),
         "sgl-deep-gemm": installed_version(),
         "python": platform.python_version(),
         "commit": commit or run("git", "describe", "--always", "--dirty"),

@@ -28,7 +28,7 @@ from ..context import MegaMoEContext
 from ..custom_ops.errors import mismatch
 from ..custom_ops.reference import BLOCK, FP8
 from ..hf_config import moe_shape
-from .hf_experts import HFExperts, find_experts
+from .hf_experts import HFExperts, find_experts, is_experts
 from .transformers import prepare_empty
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class Checkpoint:
         device: where tensors are read to.
 
     Raises:
-        ValueError: no such files.
+        ValueError: no such files, or a shard that the index names is missing.
     """
 
     def __init__(self, directory: Path, device: torch.device | str = "cpu") -> None:
@@ -65,6 +65,17 @@ class Checkpoint:
         self.device = torch.device(device)
         self._files: dict[str, Any] = {}
         self._file_of = _file_of_each(directory)
+        shards = sorted(set(self._file_of.values()))
+        missing = [name for name in shards if not (directory / name).is_file()]
+        if missing:
+            raise ValueError(
+                mismatch(
+                    f"files in {directory}",
+                    f"the {len(shards)} that {INDEX} names",
+                    f"no {', '.join(missing)}",
+                    CURE,
+                )
+            )
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -91,15 +102,20 @@ class Checkpoint:
         file_name = self._file_of.get(name)
         if file_name is None:
             raise ValueError(mismatch(f"tensor {name}", "in the checkpoint", "none", CURE))
-        file = self._files.get(file_name)
-        if file is None:
-            from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
 
-            opened = cast(Any, safe_open)(
-                str(self.directory / file_name), framework="pt", device=str(self.device)
-            )
-            file = self._files[file_name] = opened.__enter__()
-        return cast(Tensor, file.get_tensor(name))
+        try:
+            file = self._files.get(file_name)
+            if file is None:
+                opened = cast(Any, safe_open)(
+                    str(self.directory / file_name), framework="pt", device=str(self.device)
+                )
+                file = self._files[file_name] = opened.__enter__()
+            return cast(Tensor, file.get_tensor(name))
+        except SafetensorError as error:  # cut off, or without this tensor; it names no file
+            raise ValueError(
+                mismatch(f"{self.directory / file_name}", f"a file with {name}", error, CURE)
+            ) from error
 
     def read_dense(self, name: str) -> Tensor:
         """As `read`; an FP8 weight comes dequantized, in bf16."""
@@ -128,6 +144,18 @@ class Checkpoint:
                 )
             )
         gate, up, down = map(self.read, keys)
+        for key, tensor, shape in zip(
+            keys[1:], (up, down), (gate.shape, gate.T.shape), strict=True
+        ):
+            if tensor.shape != shape or tensor.dtype != gate.dtype:
+                raise ValueError(
+                    mismatch(
+                        key,
+                        f"{list(shape)} {gate.dtype}, as {keys[0]} has it",
+                        f"{list(tensor.shape)} {tensor.dtype}",
+                        CURE,
+                    )
+                )
         w13 = torch.cat([gate, up])
         if gate.dtype != FP8:
             return ExpertTensors(w13, None, down, None)
@@ -203,7 +231,11 @@ def load_checkpoint(
                 for expert in range(first, first + count)
             ]
             for name, layer, expert in _bar(todo, progress):
-                layer.load_expert(expert, *checkpoint.expert(name, expert))
+                tensors = checkpoint.expert(name, expert)
+                try:
+                    layer.load_expert(expert, *tensors)
+                except ValueError as error:
+                    raise ValueError(f"{name}.{expert}: {error}") from error
     except BaseException:
         context.close()
         raise
@@ -248,8 +280,8 @@ def fill(model: nn.Module, device: torch.device, value_of: Callable[[str], Tenso
                 rebuilt = cast(Any, type(module))(cast(Any, model).config)
             setattr(model.get_submodule(parent), child, rebuilt)
     for prefix, module in model.named_modules():
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate"):
-            continue  # experts
+        if is_experts(module):
+            continue
         for store in (module._parameters, module._buffers):
             for key, tensor in store.items():
                 name = f"{prefix}.{key}" if prefix else key

@@ -67,6 +67,11 @@ class Layout:
     local_ids: bool
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Whether the class of `module` takes an experts implementation of transformers."""
+    return hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+
+
 def find_experts(model: nn.Module) -> dict[str, Any]:
     """The experts modules by name: those whose class takes an experts implementation.
 
@@ -76,7 +81,7 @@ def find_experts(model: nn.Module) -> dict[str, Any]:
     modules = {
         name or type(module).__name__: module
         for name, module in model.named_modules()
-        if hasattr(module, "is_transposed") and hasattr(module, "has_gate")
+        if is_experts(module)
     }
     if not modules:
         raise ValueError(
@@ -124,7 +129,7 @@ def layout_of(
                 "Load the model without its parallelism, or pass group=None.",
             )
         )
-    return Layout(hidden, intermediate, count, _limit(experts, name), transposed, local_ids)
+    return Layout(hidden, intermediate, count, swiglu_limit(experts, name), transposed, local_ids)
 
 
 def local_parameter(experts: nn.Module, name: str) -> Tensor:
@@ -186,8 +191,12 @@ def _check_kind(experts: Any, name: str, empty: bool) -> None:
         )
 
 
-def _limit(experts: Any, name: str) -> float | None:
-    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell."""
+def swiglu_limit(experts: Any, name: str) -> float | None:
+    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell.
+
+    Raises:
+        ValueError: its gate computes something else.
+    """
     limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
     limit = None if limit is None else float(limit)
     edge = limit or 8.0
