@@ -37,6 +37,7 @@ class MegaPath(Protocol):
     warm: set[int]
     buffer_bytes: int
     invalid_count: Tensor
+    intermediate_group: int
 
     def launch(
         self,
@@ -67,10 +68,12 @@ class SmallBatchPath:
     Attributes:
         max_tokens: most rows that the kernel takes at this geometry, 0 for none.
         workspace_bytes: that it holds on the device.
+        intermediate_group: columns of one scale between the GEMMs.
     """
 
     def __init__(self, kernel: SmallBatch, device: torch.device, top_k: int) -> None:
         self.max_tokens: int = kernel.max_tokens
+        self.intermediate_group: int = kernel.intermediate_group
         self.workspace_bytes: int = kernel.workspace_bytes
         self._kernel = kernel
         self._top_k = top_k
@@ -185,10 +188,13 @@ class MeasuredRuntime:
         out: Tensor,
     ) -> None:
         """See `library.Runtime`."""
-        path = self._small if self._takes_small[x.shape[0]] else self._mega
-        path.launch(
+        self.path_of(x.shape[0]).launch(
             x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, num_valid, launch_count, out
         )
+
+    def path_of(self, tokens: int) -> MegaPath | SmallBatchPath:
+        """What a call of so many rows takes."""
+        return self._small if self._takes_small[tokens] else self._mega
 
     def warmup(
         self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor

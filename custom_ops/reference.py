@@ -265,6 +265,7 @@ class ReferenceRuntime:
     """
 
     native = None  # nothing here is launched from C++
+    intermediate_group = BLOCK
 
     def __init__(
         self,

@@ -135,6 +135,8 @@ class SmallBatch:
         BackendUnavailable: it can't be built, or can't run on this device.
     """
 
+    intermediate_group = INTERMEDIATE_GROUP
+
     def __init__(
         self,
         *,

@@ -58,6 +58,7 @@ class FakeSmallBatch:
     """SmallBatch: its constructor, its call, `max_tokens` and `workspace_bytes`."""
 
     workspace_bytes = 1000
+    intermediate_group = 64
 
     def __init__(self, machine: Machine, **options: Any) -> None:
         if machine.small_batch_error is not None:

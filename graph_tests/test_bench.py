@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import assert_same, relative_error
 from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]")
@@ -457,6 +457,37 @@ def test_parity_sees_a_wrong_expert(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not parity()["bf16"].holds
 
 
+class Groups:
+    """A context as far as the recipe asks it; 32 columns up to two tokens."""
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    def intermediate_group_for(self, num_tokens: int) -> int:
+        self.asked.append(num_tokens)
+        return 32 if num_tokens <= 2 else 128
+
+
+def test_the_recipe_has_the_scales_of_the_path() -> None:
+    """On one rank of a GPU few tokens and many take different kernels."""
+    from megamoe_compile import bench_parity
+
+    groups = Groups()
+    with torch.no_grad():
+        model: Any = bench_parity._recipe(options(source=RandomSource("tiny", 1)), groups)  # type: ignore[arg-type]
+        experts = model.model.layers[0].mlp.experts
+        prepared = (
+            *(experts.gate_up_proj, experts.gate_up_proj_scale_inv),
+            *(experts.down_proj, experts.down_proj_scale_inv),
+        )
+        for tokens, group in ((2, 32), (4, 128)):
+            x, weights = torch.randn(tokens, 512).bfloat16(), torch.full((tokens, 4), 0.25)
+            ids = torch.rand(tokens, 16).topk(4).indices
+            want = moe_reference(x, ids, weights, *prepared, intermediate_group=group)
+            assert_same(experts(x, ids, weights), want)
+    assert groups.asked == [2, 4]
+
+
 def test_the_recipe_has_the_limit_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
@@ -472,7 +503,8 @@ def test_the_recipe_has_the_limit_of_the_model(monkeypatch: pytest.MonkeyPatch) 
     x, weights = torch.randn(4, 512).bfloat16(), torch.full((4, 4), 0.25)
     ids = torch.rand(4, 16).topk(4).indices
     with torch.no_grad():
-        models: list[Any] = [bench_parity._recipe(run, 128), bench_parity._bf16(run)]
+        recipe = bench_parity._recipe(run, Groups())  # type: ignore[arg-type]
+        models: list[Any] = [recipe, bench_parity._bf16(run)]
         models[1].set_experts_implementation("batched_mm")  # the eager loop has no _apply_gate
         got, want = (model.model.layers[0].mlp.experts(x, ids, weights) for model in models)
     assert relative_error(got, want) < 0.06

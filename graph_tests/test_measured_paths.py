@@ -70,6 +70,7 @@ def test_the_faster_path_per_bucket_and_the_next_bucket_for_counts_between(
             launched = machine.launches_of(lambda n=tokens: layer(*random_inputs(SHAPE, n)))
             assert [path[0] for path, rows in launched if rows == tokens] == [letter], tokens
             assert paths_of(context, tokens) == letter
+            assert context.intermediate_group_for(tokens) == (64 if letter == "s" else 128)
         decision = context.decision_for(3)
         assert decision == Decision(
             4, "small_batch", "measured", {"deep_gemm": 100.0, "small_batch": 90.0}

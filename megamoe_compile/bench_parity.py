@@ -29,7 +29,7 @@ from .bench_columns import Options, Say
 from .bench_models import model_without_experts, set_bf16_experts, set_fp8_experts
 from .bench_report import with_ending
 from .context import MegaMoEContext
-from .custom_ops.reference import BLOCK, moe_reference
+from .custom_ops.reference import moe_reference
 from .decode_batch import Batch, rank_sizes
 from .decode_report import Parity
 from .graph import GraphRunner
@@ -92,11 +92,10 @@ def compare(options: Options, say: Say) -> ParityReport:
     most = options.buckets[-1]
     with contextlib.ExitStack() as stack:
         megamoe, context = _megamoe(options, stack)
-        group = getattr(context._runtime, "intermediate_group", BLOCK)
         eager = {
             "bf16": DecodeStep(_bf16(options), SlotCache(most, MAX_LENGTH), context.num_valid),
             "recipe": DecodeStep(
-                _recipe(options, group), SlotCache(most, MAX_LENGTH), context.num_valid
+                _recipe(options, context), SlotCache(most, MAX_LENGTH), context.num_valid
             ),
         }
         say("three models built")
@@ -158,8 +157,11 @@ def _bf16(options: Options) -> nn.Module:
     return model
 
 
-def _recipe(options: Options, intermediate_group: int) -> nn.Module:
-    """The model whose experts run the recipe in PyTorch, on prepared weights."""
+def _recipe(options: Options, context: MegaMoEContext) -> nn.Module:
+    """The model whose experts run the recipe in PyTorch, on prepared weights.
+
+    With the scales of the path that `context` takes for as many tokens.
+    """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     def forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -175,7 +177,7 @@ def _recipe(options: Options, intermediate_group: int) -> nn.Module:
             weights,
             *prepared,
             swiglu_limit=module.megamoe_bench_limit,
-            intermediate_group=intermediate_group,
+            intermediate_group=context.intermediate_group_for(x.shape[0]),
         )
 
     ALL_EXPERTS_FUNCTIONS.register(RECIPE, forward)

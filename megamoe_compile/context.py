@@ -325,6 +325,18 @@ class MegaMoEContext:
         """
         return self.backend if self._choice is None else self._choice.path_for(num_tokens)
 
+    def intermediate_group_for(self, num_tokens: int) -> int:
+        """Columns of one scale of the rows between the two GEMMs, in a call of num_tokens tokens.
+
+        It is what separates the numbers of one path or backend from another's.
+        """
+        self.check_open()
+        runtime = self._runtime
+        assert runtime is not None
+        if isinstance(runtime, MeasuredRuntime):
+            return runtime.path_of(num_tokens).intermediate_group
+        return runtime.intermediate_group
+
     def decision_for(self, num_tokens: int) -> Decision | None:
         """Why a call of num_tokens tokens takes its path, and both paths' times.
 
