@@ -159,6 +159,8 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
             if points:
                 axis.plot(*zip(*points, strict=True), marker, mfc="none", label=f"auto: {choice}")
         axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer", title=shape)
+        axis.set_xticks([row["tokens"] for row in mine], [str(row["tokens"]) for row in mine])
+        axis.minorticks_off()
         axis.legend()
     figure.tight_layout()
     figure.savefig(path.with_suffix(".png"), dpi=120)
