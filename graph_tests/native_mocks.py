@@ -299,6 +299,8 @@ class MockRuntime:
 class SmallBatchMock:
     """The second path of a measured runtime, on the reference that a MockRuntime has."""
 
+    workspace_bytes = 0
+    intermediate_group = 32
     max_tokens = 64
 
     def __init__(self, mega: MockRuntime) -> None:
