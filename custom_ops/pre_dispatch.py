@@ -281,7 +281,7 @@ class PreDispatch:
                     f"pre_dispatch kernel on {torch.cuda.get_device_name(buffer.x.device)}",
                     "an SM90 GPU and a config the kernel takes",
                     self._error_string(error),
-                    'backend="reference" runs on any GPU, slowly.',
+                    'backend="triton" runs on any GPU from SM80.',
                 )
             )
 
