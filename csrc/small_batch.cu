@@ -17,8 +17,7 @@
 //   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
 //   columns, and no block waits for another's.
 // - Two warpgroups take turns in multiplying: while one does, the other writes its results and
-// tells
-//   other blocks. With one group the stream would stop for that after every tile.
+//   tells other blocks. With one group the stream would stop for that after every tile.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's
 //   result does not depend on the other tokens of the call. Where they change the variant of the

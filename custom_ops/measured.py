@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .current_stream import CurrentStream, refuse_cold_capture
 from .errors import require
+from .library import Runtime
 from .path_choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
 
 if TYPE_CHECKING:
@@ -30,28 +31,14 @@ Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 Timer = Callable[[Mapping[PathName, Sequence[Callable[[], None]]]], Mapping[PathName, float]]
 
 
-class MegaPath(Protocol):
-    """What the measured runtime needs of the mega kernel's runtime."""
+class MegaPath(Runtime, Protocol):
+    """What the measured runtime needs of the mega kernel's runtime, beside `launch`."""
 
     native: NativeLaunch | None
     warm: set[int]
     buffer_bytes: int
     invalid_count: Tensor
     intermediate_group: int
-
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None: ...
 
     def warmup(
         self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor

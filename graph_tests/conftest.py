@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
-from helpers import RankPool, make_config
+from helpers import RankPool, make_config, triton_interprets
 from hypothesis import settings
 from path_fakes import Machine
 from torch._dynamo.utils import counters
@@ -67,6 +70,18 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     made = Machine()
     made.install(monkeypatch, tmp_path)
     return made
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[ProcessPoolExecutor]:
+    """A process whose triton interprets kernels: triton reads its variable when it is imported."""
+    pytest.importorskip("triton")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TRITON_INTERPRET", "1")
+            pool.submit(os.getpid).result()  # starts the process, with this environment
+        assert pool.submit(triton_interprets).result()
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -298,6 +298,13 @@ def assert_same_choices(got: Sequence[Tensor], want: Sequence[Tensor], tolerance
 GRACE = 15  # seconds that ranks get after one of them has failed
 
 
+def triton_interprets() -> bool:
+    """Whether kernels of this process run in Triton's interpreter."""
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
 class RankPool:
     """One process per rank, joined by a group; `run` calls a module-level function on all ranks.
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import multiprocessing
-import os
 import subprocess
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -511,24 +508,6 @@ def test_the_recipe_has_the_limit_of_the_model(monkeypatch: pytest.MonkeyPatch) 
 
 
 # -- the unfused chain -----------------------------------------------------------------------------
-
-
-def in_interpreter() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose triton interprets kernels."""
-    pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # starts the process, with this environment
-        assert pool.submit(in_interpreter).result()
-        yield pool
 
 
 def check_chain(tokens: int, top_k: int, limit: float | None) -> None:

@@ -8,10 +8,9 @@ started with the variable set, runs all interpreted cases (`interpreter` below).
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -219,23 +218,6 @@ def check_twin(case: Case, device: str = "cpu") -> None:
     expected, num_invalid = expected_buffer(case)
     assert_same(buffer, expected)
     assert (int(count), int(invalid)) == (2, 2 * num_invalid)
-
-
-def in_interpreter() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose triton interprets kernels."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # starts the process, with this environment
-        assert pool.submit(in_interpreter).result()
-        yield pool
 
 
 @needs_triton

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
@@ -24,24 +21,6 @@ CASES = [
     (2, 512, 1, False, torch.float32),
     (2, 4, 4, True, torch.bfloat16),  # all experts
 ]
-
-
-def in_interpreter() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[ProcessPoolExecutor]:
-    """A process whose triton interprets kernels."""
-    pytest.importorskip("triton")
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("TRITON_INTERPRET", "1")
-            pool.submit(os.getpid).result()  # starts the process, with this environment
-        assert pool.submit(in_interpreter).result()
-        yield pool
 
 
 def check(
