@@ -75,11 +75,18 @@ def _fake(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return logits.new_empty(shape), logits.new_empty(shape, dtype=torch.int64)
 
 
-_library = torch.library.Library("megamoe", "FRAGMENT")
-_library.define("router_topk(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)")
-_library.impl("router_topk", _cuda, "CUDA")
-_library.impl("router_topk", _cpu, "CPU")
-torch.library.register_fake("megamoe::router_topk", _fake, lib=_library)
+def _define() -> torch.library.Library:
+    fragment = torch.library.Library("megamoe", "FRAGMENT")
+    fragment.define("router_topk(Tensor logits, int top_k, bool renormalize) -> (Tensor, Tensor)")
+    fragment.impl("router_topk", _cuda, "CUDA")
+    fragment.impl("router_topk", _cpu, "CPU")
+    torch.library.register_fake("megamoe::router_topk", _fake, lib=fragment)
+    return fragment
+
+
+# The op lives as long as this object, hence as long as the module; a reload keeps it.
+if "_LIBRARY" not in globals():
+    _LIBRARY = _define()
 
 
 def router_topk(logits: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:

@@ -161,10 +161,17 @@ def _fake(x: Tensor, *rest: object) -> Tensor:
     return x.new_empty(x.shape)
 
 
-_library = torch.library.Library("megamoe_bench", "DEF")
-_library.define(
-    "unfused_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
-    "Tensor w2, Tensor w2_scale, float? limit) -> Tensor"
-)
-_library.impl("unfused_moe", _cuda, "CUDA")
-torch.library.register_fake("megamoe_bench::unfused_moe", _fake, lib=_library)
+def _define() -> torch.library.Library:
+    library = torch.library.Library("megamoe_bench", "DEF")
+    library.define(
+        "unfused_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor w13, Tensor w13_scale, "
+        "Tensor w2, Tensor w2_scale, float? limit) -> Tensor"
+    )
+    library.impl("unfused_moe", _cuda, "CUDA")
+    torch.library.register_fake("megamoe_bench::unfused_moe", _fake, lib=library)
+    return library
+
+
+# The op lives as long as this object, hence as long as the module; a reload keeps it.
+if "_LIBRARY" not in globals():
+    _LIBRARY = _define()

@@ -414,6 +414,22 @@ PACKAGE = Path(mm.__file__).resolve().parent
 OPS = (PACKAGE / "custom_ops").resolve()
 
 
+def test_s69_a_reload_keeps_every_op() -> None:
+    script = """
+    import importlib, torch
+    from megamoe_compile.custom_ops import exchange, library, router_topk, unfused_chain
+    ops = torch.ops.megamoe
+    before = [ops.fused_moe, ops.gather_rows, ops.router_topk, torch.ops.megamoe_bench.unfused_moe]
+    for module in (library, exchange, router_topk, unfused_chain):
+        kept = module._LIBRARY
+        importlib.reload(module)
+        assert module._LIBRARY is kept, module
+    after = [ops.fused_moe, ops.gather_rows, ops.router_topk, torch.ops.megamoe_bench.unfused_moe]
+    assert all(a is b for a, b in zip(before, after, strict=True))
+    """
+    run_python(script, PACKAGE.parent)
+
+
 def test_s69_import_twice_reload_and_collect() -> None:
     """The op is registered once, lives on, and an open context works across reloads."""
     script = """
