@@ -121,12 +121,13 @@ __device__ __forceinline__ void prefetch_map(const CUtensorMap* map) {
 
 // -- order of memory accesses --------------------------------------------------------------------
 
-// Between this thread's ordinary accesses and those of the copy engine and of the matrix units.
-__device__ __forceinline__ void fence_async_proxy() {
-    asm volatile("fence.proxy.async;" ::: "memory");
+// Between ordinary accesses to global memory and those of the copy engine. Without the name of a
+// space it is a fence of the whole GPU as well, which takes the better part of a microsecond.
+__device__ __forceinline__ void fence_async_global() {
+    asm volatile("fence.proxy.async.global;" ::: "memory");
 }
 
-// The same for shared memory alone.
+// Between this block's ordinary accesses to shared memory and those of the matrix units.
 __device__ __forceinline__ void fence_async_shared() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -138,7 +139,7 @@ __device__ __forceinline__ int load_acquire(const int* at) {
 }
 
 // This and `count_up` also publish what the block's other threads did before a barrier with this
-// thread.
+// thread. That needs a fence of the whole GPU: the others below are for counts that guard no data.
 __device__ __forceinline__ void add_release(int* at, int value) {
     asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -151,6 +152,21 @@ __device__ __forceinline__ int count_up(int* at, int last) {
                  : "l"(at), "r"(last)
                  : "memory");
     return old;
+}
+
+// The same as a mere count, which orders nothing.
+__device__ __forceinline__ int take_next(int* at, int last) {
+    int old;
+    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(old)
+                 : "l"(at), "r"(last)
+                 : "memory");
+    return old;
+}
+
+// The same, and nobody waits for the old value.
+__device__ __forceinline__ void check_off(int* at, int last) {
+    asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(at), "r"(last) : "memory");
 }
 
 // A count in shared memory that another warp of the block publishes.

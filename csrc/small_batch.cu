@@ -85,53 +85,70 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
             args.row_scale[(chunk * (args.intermediate / kFine) + unit.tile) * S::kColumns + row] =
                 scale;
     }
-    ptx::fence_async_proxy();  // the copy engines of all multiprocessors read the rows
+    ptx::fence_async_global();  // the copy engines of all multiprocessors read the rows
     group_barrier();
     if (threadIdx.x % kGroup == 0)
         ptx::add_release(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), 1);
 }
 
-// y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order.
+// y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order. The few blocks that end
+// up with this have nothing else to do meanwhile: what counts is how many loads are under way.
 __device__ __forceinline__ void combine(const Args& args, const Tables& tables, int tile) {
-    constexpr int kLoads = 8;  // under way per thread
+    constexpr int kItems = 2, kLoads = 8;  // of a thread at a time: eight columns of y, slots
+    constexpr int kPerRow = kTileRows / 8;
     const __nv_bfloat16* results = args.results + tile * kTileRows;
+    const int items = args.tokens * kPerRow;
 #pragma unroll 1
-    for (int item = threadIdx.x % kGroup; item < args.tokens * (kTileRows / 4); item += kGroup) {
-        const int token = item / (kTileRows / 4);
-        const int column = item % (kTileRows / 4) * 4;
-        const uint16_t* position = tables.position + token * args.slots;
-        float sum[4] = {};
+    for (int first = threadIdx.x % kGroup; first < items; first += kItems * kGroup) {
+        float sum[kItems][8] = {};
 #pragma unroll 1
-        for (int first = 0; first < args.slots; first += kLoads) {
-            uint2 four[kLoads];
+        for (int slot = 0; slot < args.slots; slot += kLoads) {
+            uint4 pieces[kItems][kLoads];
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                const int at = first + i < args.slots ? int{position[first + i]} : int{kNone};
-                four[i] = make_uint2(0, 0);  // adds nothing
-                if (at != kNone)
-                    four[i] = __ldcg(reinterpret_cast<const uint2*>(
-                        results + int64_t{at} * args.hidden + column));
+            for (int n = 0; n < kItems; ++n) {
+                const int item = first + n * kGroup, token = item / kPerRow;
+#pragma unroll
+                for (int i = 0; i < kLoads; ++i) {
+                    int at = kNone;
+                    if (item < items && slot + i < args.slots)
+                        at = tables.position[token * args.slots + slot + i];
+                    pieces[n][i] = make_uint4(0, 0, 0, 0);  // adds nothing
+                    if (at != kNone)
+                        pieces[n][i] = __ldcg(reinterpret_cast<const uint4*>(
+                            results + int64_t{at} * args.hidden + item % kPerRow * 8));
+                }
             }
 #pragma unroll
-            for (int i = 0; i < kLoads; ++i) {
-                sum[0] += __uint_as_float(four[i].x << 16);
-                sum[1] += __uint_as_float(four[i].x & 0xffff0000u);
-                sum[2] += __uint_as_float(four[i].y << 16);
-                sum[3] += __uint_as_float(four[i].y & 0xffff0000u);
-            }
+            for (int n = 0; n < kItems; ++n)
+#pragma unroll
+                for (int i = 0; i < kLoads; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const uint32_t two = word_of(pieces[n][i], j);
+                        sum[n][2 * j] += __uint_as_float(two << 16);
+                        sum[n][2 * j + 1] += __uint_as_float(two & 0xffff0000u);
+                    }
         }
-        __nv_bfloat162 out[2] = {__floats2bfloat162_rn(sum[0], sum[1]),
-                                 __floats2bfloat162_rn(sum[2], sum[3])};
-        *reinterpret_cast<uint2*>(args.y + int64_t{token} * args.hidden + tile * kTileRows +
-                                  column) = *reinterpret_cast<const uint2*>(out);
+#pragma unroll
+        for (int n = 0; n < kItems; ++n) {
+            const int item = first + n * kGroup;
+            if (item >= items) break;
+            __nv_bfloat162 out[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                out[j] = __floats2bfloat162_rn(sum[n][2 * j], sum[n][2 * j + 1]);
+            auto* y = reinterpret_cast<uint2*>(args.y + int64_t{item / kPerRow} * args.hidden +
+                                               tile * kTileRows + item % kPerRow * 8);
+            y[0] = reinterpret_cast<const uint2*>(out)[0];
+            y[1] = reinterpret_cast<const uint2*>(out)[1];
+        }
     }
 }
 
 // Results of one unit of GEMM 2, and y where this unit is the last of its rows.
 template <typename S>
 __device__ __forceinline__ void write_results(const Args& args, const Tables& tables,
-                                              const Work<S>& work, const Unit& unit,
-                                              const Active& active,
+                                              const Unit& unit, const Active& active,
                                               const float (&total)[S::kColumns / 2]) {
     const int lane = lane_index(), warp = warp_index() % 4;
     const int low =
@@ -149,23 +166,13 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
             to[8] = __float2bfloat16_rn(total[4 * j + 2 + i]);
         }
     group_barrier();
-    static_assert(2 * kGroups * sizeof(int) <= kThreads / 32 * 8, "flags in the place of the scan");
+    static_assert(kGroups * sizeof(int) <= kThreads / 32 * 8, "flags in the place of the scan");
     int* last = shared_at<int>(args.at.scan) + group_index();
-    const bool first_thread = threadIdx.x % kGroup == 0;
-    if (first_thread)
+    if (threadIdx.x % kGroup == 0)
         *last =
             ptx::count_up(args.counters->done + unit.tile, active.chunks - 1) == active.chunks - 1;
     group_barrier();
-    if (!*last) return;
-    combine(args, tables, unit.tile);
-    // Whoever makes the last tile of y leaves the counters as they were.
-    int* of_all = last + kGroups;
-    if (first_thread)
-        *of_all = ptx::count_up(&args.counters->combined, work.tiles2 - 1) == work.tiles2 - 1;
-    group_barrier();
-    if (!*of_all) return;
-    if (first_thread) args.counters->staged = 0;
-    for (int i = threadIdx.x % kGroup; i < active.chunks; i += kGroup) args.counters->ready[i] = 0;
+    if (*last) combine(args, tables, unit.tile);
 }
 
 template <typename S>
@@ -230,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     } else {
         ptx::group_sync(kSetUp, kMathThreads);
         rows.write(args, tables);
-        ptx::fence_async_proxy();  // the copy engines of all multiprocessors read it
+        ptx::fence_async_global();  // the copy engines of all multiprocessors read it
         ptx::group_sync(kSetUp, kMathThreads);
         if (threadIdx.x == 0) ptx::add_release(&args.counters->staged, 1);
     }
@@ -264,7 +271,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             float total[S::kColumns / 2];
             multiply_down<S>(args, place, total);
             ptx::group_arrive(kTurn + after, kPair);
-            write_results<S>(args, tables, work, work(number, tables), active, total);
+            write_results<S>(args, tables, work(number, tables), active, total);
         } else {
             float total[S::kUpColumns / 2];
             multiply_up<S>(args, place, total);

@@ -58,7 +58,7 @@ struct Work {
 
     // Takes a unit. The blocks together ask once per unit, so that the counter ends at 0.
     __device__ int take(const Args& args) const {
-        return gridDim.x + ptx::count_up(&args.counters->taken, units - 1);
+        return gridDim.x + ptx::take_next(&args.counters->taken, units - 1);
     }
 };
 
@@ -179,6 +179,12 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
     }
 }
 
+// Waits until `writers` have counted up. Each of the `readers` counts on, and the last one leaves 0.
+__device__ __forceinline__ void await(int* count, int writers, int readers) {
+    while (ptx::load_acquire(count) < writers) continue;
+    ptx::check_off(count, writers + readers - 1);
+}
+
 // The thread that loads the rows of chunks, when they are all written. It walks over the stages
 // that have none too: a barrier's parity tells neighbouring turns apart, and no more.
 template <typename S>
@@ -204,14 +210,18 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
             continue;
         }
         const Unit unit = work(number, tables);
-        if (!staged)
-            while (ptx::load_acquire(&args.counters->staged) < static_cast<int>(gridDim.x))
-                continue;
+        if (!staged) {
+            const int blocks = gridDim.x;
+            await(&args.counters->staged, blocks, min(blocks, work.units));
+        }
         staged = true;
-        const int* ready = args.counters->ready + (S::kResident ? unit.rank : unit.chunk);
-        if (down)
-            while (ptx::load_acquire(ready) < work.tiles1) continue;
-        ptx::fence_async_proxy();
+        if (down) {
+            const int chunks =
+                S::kResident ? tables.first_chunk[unit.rank + 1] - tables.first_chunk[unit.rank] : 1;
+            await(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), work.tiles1,
+                  chunks * work.tiles2);
+        }
+        ptx::fence_async_global();
         const int parts = down ? S::kParts : 1;
         const int64_t first = int64_t{unit.chunk} * stages * S::kSlabs;
         const uint8_t* rows = (down ? args.rows : args.x_rows) + first * S::kSlabRows;

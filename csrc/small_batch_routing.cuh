@@ -37,17 +37,17 @@ struct Layout {
     int results;                         // of a unit of GEMM 1, per group
     int barriers, queue;                 // of the ring
     int counts, pair_weight, weight_of;  // of Tables
-    int scan;                            // sums of warps; behind the scan, two flags per group
+    int scan;                            // sums of warps; behind the scan, a flag per group
     int pair_expert, position, token_of, rank_of, expert_of, first, first_chunk, chunk_rank;
     int total;  // bytes
 };
 
-// What blocks tell each other. Zeros before and after a launch.
+// What blocks tell each other. Zeros before and after a launch: whoever is the last to read a count
+// leaves 0, so that nothing is left to do when y is written.
 struct Counters {
     int taken;     // units beyond the first of each block
     int staged;    // blocks that have written their part of the rows of x
-    int combined;  // tiles of y
-    int pad;
+    int pad[2];
     int ready[kMaxExperts + kMaxPairs / 8];  // tiles of GEMM 1, per rank or per chunk
     int done[1];  // chunks of GEMM 2, per tile of y: as many as there are tiles, hidden / 64
 };

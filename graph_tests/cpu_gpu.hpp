@@ -438,7 +438,7 @@ inline void copy_box(void* target, const CUtensorMap* map, int column, int row, 
     emu::complete(barrier);
 }
 inline void prefetch_map(const CUtensorMap*) {}
-inline void fence_async_proxy() {}
+inline void fence_async_global() {}
 inline void fence_async_shared() {}
 inline int load_acquire(const int* at) {
     emu::pause();
@@ -452,6 +452,8 @@ inline int count_up(int* at, int last) {
     *at = old >= last ? 0 : old + 1;
     return old;
 }
+inline int take_next(int* at, int last) { return count_up(at, last); }
+inline void check_off(int* at, int last) { count_up(at, last); }
 
 inline void multiply_begin() {}
 inline void multiply_commit() {}
