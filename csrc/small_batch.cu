@@ -91,8 +91,8 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
         ptx::add_release(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), 1);
 }
 
-// y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order. The few blocks that end
-// up with this have nothing else to do meanwhile: what counts is how many loads are under way.
+// y of 64 columns, all tokens: the sum over slots, in fp32 and in slot order. The few blocks that
+// end up with this have nothing else to do meanwhile: what counts is how many loads are under way.
 __device__ __forceinline__ void combine(const Args& args, const Tables& tables, int tile) {
     constexpr int kItems = 2, kLoads = 8;  // of a thread at a time: eight columns of y, slots
     constexpr int kPerRow = kTileRows / 8;
@@ -185,8 +185,11 @@ __global__ void __launch_bounds__(kThreads, 1)
 
     // 1. What needs no input.
 #pragma unroll 1
-    for (int expert = threadIdx.x; expert < args.num_local; expert += kThreads)
+    for (int expert = threadIdx.x; expert < args.num_local; expert += kThreads) {
         tables.counts[expert] = 0;
+        for (int first = 0, part = 0; first < args.pairs; first += args.part, ++part)
+            tables.part_counts[part * args.num_local + expert] = 0;
+    }
     if (threadIdx.x < args.stages) {
         ptx::barrier_init(ring.full + threadIdx.x, Ring<S>::kFullArrivals);
         ptx::barrier_init(ring.empty + threadIdx.x, Ring<S>::kEmptyArrivals);
@@ -229,6 +232,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 
     // 4. The rows of x.
+    count_within_parts(args, tables);
+    ptx::group_sync(kSetUp, kMathThreads);
     place_pairs(args, tables);
     if constexpr (S::kResident) {
         rows.finish(args, min(args.tokens, max(valid_tokens, 0)));

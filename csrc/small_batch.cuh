@@ -179,7 +179,8 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
     }
 }
 
-// Waits until `writers` have counted up. Each of the `readers` counts on, and the last one leaves 0.
+// Waits until `writers` have counted up. Each of the `readers` counts on, and the last one leaves
+// 0.
 __device__ __forceinline__ void await(int* count, int writers, int readers) {
     while (ptx::load_acquire(count) < writers) continue;
     ptx::check_off(count, writers + readers - 1);
@@ -217,7 +218,8 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
         staged = true;
         if (down) {
             const int chunks =
-                S::kResident ? tables.first_chunk[unit.rank + 1] - tables.first_chunk[unit.rank] : 1;
+                S::kResident ? tables.first_chunk[unit.rank + 1] - tables.first_chunk[unit.rank]
+                             : 1;
             await(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), work.tiles1,
                   chunks * work.tiles2);
         }

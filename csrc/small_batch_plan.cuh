@@ -51,6 +51,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
     const int scales = slabs * (kBlock / kFine) * columns;
     const int slabs_of_x = args.hidden / kBlock;
     const int ranks = args.num_local < args.pairs ? args.num_local : args.pairs;
+    args.part = args.pairs > 0 ? ceil_div(args.pairs, kMathThreads) * 32 : 32;
     const int chunks = ranks + args.pairs / columns;  // at most: one of each that is not full
     const auto place = [&](int stages) {
         int at = stages * stage_bytes;
@@ -71,6 +72,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.pair_weight = next(args.pairs * 4);
         args.at.weight_of = next(args.pairs * 4);
         args.at.scan = next(kThreads / 32 * 8);
+        args.at.part_counts = next(ceil_div(args.pairs, args.part) * args.num_local);
         args.at.pair_expert = next(args.pairs * 2);
         args.at.position = next(args.pairs * 2);
         args.at.token_of = next(args.pairs * 2);

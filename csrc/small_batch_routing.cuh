@@ -27,6 +27,7 @@ constexpr int kTileRows = 64;                // weight rows of one product
 constexpr int kTileBytes = kTileRows * kBlock;
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxPairs = 1024;
+static_assert(kMaxPairs / (kMathThreads / 32) <= 255, "a part's count is a byte");
 constexpr int kQueue = 64;  // units of a block that its warps may be apart: see kMaxStages
 constexpr uint16_t kNone = 0xffff;
 
@@ -37,7 +38,8 @@ struct Layout {
     int results;                         // of a unit of GEMM 1, per group
     int barriers, queue;                 // of the ring
     int counts, pair_weight, weight_of;  // of Tables
-    int scan;                            // sums of warps; behind the scan, a flag per group
+    int part_counts;
+    int scan;  // sums of warps; behind the scan, a flag per group
     int pair_expert, position, token_of, rank_of, expert_of, first, first_chunk, chunk_rank;
     int total;  // bytes
 };
@@ -45,8 +47,8 @@ struct Layout {
 // What blocks tell each other. Zeros before and after a launch: whoever is the last to read a count
 // leaves 0, so that nothing is left to do when y is written.
 struct Counters {
-    int taken;     // units beyond the first of each block
-    int staged;    // blocks that have written their part of the rows of x
+    int taken;   // units beyond the first of each block
+    int staged;  // blocks that have written their part of the rows of x
     int pad[2];
     int ready[kMaxExperts + kMaxPairs / 8];  // tiles of GEMM 1, per rank or per chunk
     int done[1];  // chunks of GEMM 2, per tile of y: as many as there are tiles, hidden / 64
@@ -71,6 +73,7 @@ struct Args {
     Counters* counters;
     __nv_bfloat16* y;                 // [tokens, hidden]
     int tokens, top_k, slots, pairs;  // slots = top_k + shared experts, pairs = tokens * slots
+    int part;                         // pairs that one warp counts, a multiple of 32
     int num_experts, first_expert, num_routed, num_local;  // all; ours: first, routed, and shared
     int wide_ids, bf16_routing, aligned_x;
     float swiglu_limit, routed_scaling_factor;
@@ -91,6 +94,7 @@ struct Tables {
     int* counts;            // [num_local]: pairs
     float* pair_weight;     // [pairs]
     float* weight_of;       // [positions]
+    uint8_t* part_counts;   // [parts of the pairs, num_local]: pairs; all 0 at first, as counts
     uint16_t* pair_expert;  // [pairs], kNone where the slot is not routed here
     uint16_t* position;     // [pairs], or kNone
     uint16_t* token_of;     // [positions]
@@ -104,6 +108,7 @@ struct Tables {
         : counts(shared_at<int>(at.counts)),
           pair_weight(shared_at<float>(at.pair_weight)),
           weight_of(shared_at<float>(at.weight_of)),
+          part_counts(shared_at<uint8_t>(at.part_counts)),
           pair_expert(shared_at<uint16_t>(at.pair_expert)),
           position(shared_at<uint16_t>(at.position)),
           token_of(shared_at<uint16_t>(at.token_of)),
@@ -212,10 +217,28 @@ __device__ __forceinline__ Active rank_experts(const Args& args, const Tables& t
     return active;
 }
 
-// Fills position, token_of and weight_of: the place of a pair is the number of earlier pairs of its
-// expert, so that every block finds the same.
+// The place of a pair is the number of earlier pairs of its expert, so that every block finds the
+// same. Each warp that multiplies counts within its part of the pairs; a barrier; then each pair
+// adds up the parts before its own.
+__device__ __forceinline__ void count_within_parts(const Args& args, const Tables& tables) {
+    const int lane = lane_index();
+    const int begin = warp_index() * args.part, end = min(begin + args.part, args.pairs);
+    uint8_t* counts = tables.part_counts + warp_index() * args.num_local;
+#pragma unroll 1
+    for (int first = begin; first < end; first += 32) {
+        const int pair = first + lane;
+        const uint32_t expert = pair < end ? tables.pair_expert[pair] : kNone;
+        const uint32_t equal = __match_any_sync(0xffffffffu, expert);
+        const int earlier = __popc(equal & ((1u << lane) - 1));
+        if (expert != kNone) tables.position[pair] = counts[expert] + earlier;
+        __syncwarp();
+        if (expert != kNone && earlier == 0) counts[expert] += __popc(equal);
+        __syncwarp();
+    }
+}
+
+// Fills position, token_of and weight_of.
 __device__ __forceinline__ void place_pairs(const Args& args, const Tables& tables) {
-    const auto* words = reinterpret_cast<const uint32_t*>(tables.pair_expert);
 #pragma unroll 1
     for (int pair = threadIdx.x; pair < args.pairs; pair += kMathThreads) {
         const uint32_t expert = tables.pair_expert[pair];
@@ -223,13 +246,10 @@ __device__ __forceinline__ void place_pairs(const Args& args, const Tables& tabl
             tables.position[pair] = kNone;
             continue;
         }
-        const uint32_t both = expert << 16 | expert;
-        uint32_t equal = 0;  // in either half: pairs of even and of odd number
-#pragma unroll 8
-        for (int i = 0; i < pair / 2; ++i) equal += __vseteq2(words[i], both);
-        int earlier = static_cast<int>((equal & 0xffff) + (equal >> 16));
-        if (pair % 2 == 1 && tables.pair_expert[pair - 1] == expert) ++earlier;
-        const int position = tables.first[tables.rank_of[expert]] + earlier;
+        int position = tables.first[tables.rank_of[expert]] + tables.position[pair];
+        const int parts = pair / args.part;
+        for (int part = 0; part < parts; ++part)
+            position += tables.part_counts[part * args.num_local + expert];
         tables.token_of[position] = pair / args.slots;
         tables.weight_of[position] = tables.pair_weight[pair];
         tables.position[pair] = position;

@@ -353,10 +353,13 @@ inline bool __any_sync(uint32_t, bool value) {
     for (int lane = 0; lane < emu::kWarp; ++lane) any |= values[lane];
     return any;
 }
-inline uint32_t __vseteq2(uint32_t a, uint32_t b) {
-    const uint32_t differ = a ^ b;
-    return uint32_t{(differ & 0xffff) == 0} | uint32_t{differ >> 16 == 0} << 16;
+inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
+    const uint32_t* values = emu::exchange(value);
+    uint32_t equal = 0;
+    for (int lane = 0; lane < emu::kWarp; ++lane) equal |= uint32_t{values[lane] == value} << lane;
+    return equal;
 }
+inline int __popc(uint32_t bits) { return __builtin_popcount(bits); }
 
 // -- ptx.cuh -------------------------------------------------------------------------------------
 
