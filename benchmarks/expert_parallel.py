@@ -164,12 +164,21 @@ class Paths:
         """Errors against the oracle, and the bytes of the experts that were touched."""
         (inputs,), layer = self.bench.inputs(tokens, calls=1), self.bench.layers[0]
         x, ids, weights = self.chain.gather(*inputs)
-        want = torch.empty(inputs[0].shape, dtype=torch.float32, device=self.ranks.device)
-        reduce_scatter(want, local_oracle(layer, x, ids, weights), group=self.ranks.rows_group)
-        outputs = {"layer": layer(*inputs), "chain": self.chain(layer, *inputs)}
+
+        def error(out: torch.Tensor, context: mm.MegaMoEContext, rows: int) -> float:
+            want = torch.empty(out.shape, dtype=torch.float32, device=self.ranks.device)
+            group = context.intermediate_group_for(rows)
+            partial = local_oracle(layer, x, ids, weights, group)
+            reduce_scatter(want, partial, group=self.ranks.rows_group)
+            return relative_error(out, want)
+
+        errors = {
+            "layer": error(layer(*inputs), layer.context, tokens),
+            "chain": error(self.chain(layer, *inputs), self.chain.context, x.shape[0]),
+        }
         if self.triton is not None:
-            outputs["triton"] = self.triton[layer](*inputs)
-        errors = {name: relative_error(out, want) for name, out in outputs.items()}
+            twin = self.triton[layer]
+            errors["triton"] = error(twin(*inputs), twin.context, tokens)
         touched = int(ids[ids >= 0].unique().numel())
         everyone = gather_objects((errors, touched), self.ranks.group)
         return {

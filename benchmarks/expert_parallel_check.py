@@ -21,7 +21,6 @@ from benchmarks.expert_parallel_paths import (
     Inputs,
     Ranks,
     gather_objects,
-    intermediate_group,
     relative_error,
     same_weights,
     triton_context,
@@ -117,8 +116,9 @@ class Experts:
         device = self.ranks.device
         return x.to(device), ids.to(device), (weights / weights.sum(-1, keepdim=True)).to(device)
 
-    def expected(self, inputs: Inputs) -> Tensor:
-        """One process with all experts, on this rank's rows."""
+    def expected(self, inputs: Inputs, group: int) -> Tensor:
+        """One process with all experts, on this rank's rows. group: columns of a scale between the
+        GEMMs, by which paths differ."""
         oracle, config = self._oracle, self.config
         return moe_reference(
             *inputs,
@@ -128,7 +128,7 @@ class Experts:
             oracle.w2_scale,
             swiglu_limit=config.swiglu_limit,
             routed_scaling_factor=config.routed_scaling_factor,
-            intermediate_group=intermediate_group(self.context),
+            intermediate_group=group,
         )
 
 
@@ -176,7 +176,8 @@ def _check_layer(experts: Experts, layer: mm.MegaMoE, prefix: str, findings: Fin
     }
     for case in cases(experts.ranks.size):
         inputs = experts.inputs(case)
-        want = experts.expected(inputs)
+        group = context.intermediate_group_for(inputs[0].shape[0])
+        want = experts.expected(inputs, group)
         plan = mm.StepPlan.from_counts(list(case.counts), experts.ranks.rank, BUCKETS)
         for name, forward in paths.items():
             findings.compare(prefix + name, case, forward(plan, inputs), want)
@@ -193,7 +194,8 @@ def _check_chain(experts: Experts, findings: Findings) -> None:
             continue  # the chain has nothing to send
         x, ids, weights = experts.inputs(case, max(case.counts))
         count = case.counts[ranks.rank]
-        want = experts.expected((x[:count], ids[:count], weights[:count]))
+        group = chain.context.intermediate_group_for(ranks.size * x.shape[0])
+        want = experts.expected((x[:count], ids[:count], weights[:count]), group)
         findings.compare("chain", case, chain(experts.layer, x, ids, weights)[:count], want)
     chain.context.close()
 

@@ -147,8 +147,13 @@ def triton_context(ranks: Ranks, config: mm.MegaMoEConfig) -> mm.MegaMoEContext:
     return mm.MegaMoEContext(config, ranks.group, ranks.device)
 
 
-def local_oracle(layer: mm.MegaMoE, x: Tensor, local_ids: Tensor, weights: Tensor) -> Tensor:
-    """What this rank's experts add to the rows of all ranks, by the reference; fp32 [T, H]."""
+def local_oracle(
+    layer: mm.MegaMoE, x: Tensor, local_ids: Tensor, weights: Tensor, group: int
+) -> Tensor:
+    """What this rank's experts add to the rows of all ranks, by the reference; fp32 [T, H].
+
+    group: columns of a scale between the GEMMs, by which paths differ.
+    """
     config, geometry = layer.context.config, layer.context.weight_geometry
     q, scale, ids, scaled, _ = stage(
         x,
@@ -167,14 +172,9 @@ def local_oracle(layer: mm.MegaMoE, x: Tensor, local_ids: Tensor, weights: Tenso
             scaled,
             *(getattr(layer, name) for name in WEIGHT_NAMES),
             swiglu_limit=config.swiglu_limit,
-            intermediate_group=intermediate_group(layer.context),
+            intermediate_group=group,
         )
     ).float()
-
-
-def intermediate_group(context: mm.MegaMoEContext) -> int:
-    """Columns per scale between the two GEMMs; 128, as in the reference, unless it says so."""
-    return int(getattr(context._runtime, "intermediate_group", 128))
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

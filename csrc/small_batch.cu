@@ -192,6 +192,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     if (threadIdx.x < args.stages) {
         ptx::barrier_init(ring.full + threadIdx.x, Ring<S>::kFullArrivals);
+        ptx::barrier_init(ring.rows_in + threadIdx.x, Ring<S>::kRowsArrivals);
         ptx::barrier_init(ring.empty + threadIdx.x, Ring<S>::kEmptyArrivals);
     }
     ptx::fence_barrier_init();

@@ -69,18 +69,19 @@ struct Work {
 template <typename S>
 struct Ring {
     const Args& args;
-    uint64_t *full, *empty;
+    uint64_t *full, *rows_in, *empty;  // weights are there; rows are; both have been read
     int* units;  // [kQueue]: the block's units, in order, and kNoUnit behind them
     int* published;
 
-    // Arrivals at a full barrier: the scales of 32 lanes, the weights, the rows.
-    static constexpr int kFullArrivals = 34, kEmptyArrivals = kGroup / 32;
+    // Arrivals at a full barrier: the scales of 32 lanes, the weights.
+    static constexpr int kFullArrivals = 33, kRowsArrivals = 1, kEmptyArrivals = kGroup / 32;
     static constexpr int kNoUnit = 1 << 30;
 
     __device__ explicit Ring(const Args& args_)
         : args(args_),
           full(shared_at<uint64_t>(args_.at.barriers)),
-          empty(full + args_.stages),
+          rows_in(full + args_.stages),
+          empty(rows_in + args_.stages),
           units(shared_at<int>(args_.at.queue)),
           published(units + kQueue) {}
 
@@ -117,14 +118,18 @@ struct Place {
     }
 };
 
-// The warp that streams the weights of all units, in order, as far ahead as the ring allows.
+// The warp that streams the weights of all units, in order, as far ahead as the ring allows, but
+// with no more than a window of stages under way at a time. That many keep the memory busy; what is
+// asked for beyond them only queues in front of everything else that a block reads, writes or waits
+// for.
 template <typename S>
 __device__ __forceinline__ void load_weights(const Args& args, const Tables& tables,
                                              const Work<S>& work, const CUtensorMap* w13,
                                              const CUtensorMap* w2) {
     const Ring<S> ring(args);
     const int lane = lane_index();
-    Place place;
+    Place place, landing;
+    int under_way = 0;
     int number = blockIdx.x;
 #pragma unroll 1
     for (int turn = 0;; ++turn) {
@@ -162,6 +167,12 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
         const int lanes = unit.down ? S::kSlabs : 2 * S::kSlabs;
 #pragma unroll 1
         for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+            if (under_way == args.window) {
+                ptx::barrier_wait(ring.full + landing.slot, landing.parity);
+                landing.next(args.stages);
+                --under_way;
+            }
+            ++under_way;
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             uint64_t* full = ring.full + place.slot;
             if (lane == 0) {
@@ -187,7 +198,8 @@ __device__ __forceinline__ void await(int* count, int writers, int readers) {
 }
 
 // The thread that loads the rows of chunks, when they are all written. It walks over the stages
-// that have none too: a barrier's parity tells neighbouring turns apart, and no more.
+// that have none too, and whoever multiplies waits for it there: a barrier's parity tells
+// neighbouring turns apart, and no more.
 template <typename S>
 __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables,
                                           const Work<S>& work) {
@@ -205,7 +217,7 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
 #pragma unroll 1
             for (int i = 0; i < stages; ++i, place.next(args.stages)) {
                 ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-                ptx::arrive(ring.full + place.slot);
+                ptx::arrive(ring.rows_in + place.slot);
             }
             if (end) return;
             continue;
@@ -234,11 +246,11 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
 #pragma unroll 1
         for (int i = 0; i < stages; ++i) {
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-            uint64_t* full = ring.full + place.slot;
-            ptx::arrive_expect(full, row_bytes + scales * sizeof(float));
-            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, full);
+            uint64_t* rows_in = ring.rows_in + place.slot;
+            ptx::arrive_expect(rows_in, row_bytes + scales * sizeof(float));
+            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, rows_in);
             ptx::copy_bytes(ring.row_scale(place.slot), scale + i * scales, scales * sizeof(float),
-                            full);
+                            rows_in);
             place.next(args.stages);
         }
     }
@@ -307,11 +319,11 @@ __device__ __forceinline__ uint4 load_eight(const Args& args, int row, int colum
     return args.aligned_x ? __ldcg(reinterpret_cast<const uint4*>(from)) : load_unaligned(from);
 }
 
-// All rows of x into shared memory, by the math threads of this block. A thread has four loads
+// All rows of x into shared memory, by the math threads of this block. A thread has eight loads
 // under way; the first are asked for before any weights, or they would queue behind them.
 template <int kTokens>
 struct RowsOfX {
-    static constexpr int kPieces = 4;
+    static constexpr int kPieces = 8;
     uint4 pieces[kPieces];
     int per_row;
 
@@ -413,6 +425,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
+        ptx::barrier_wait(ring.rows_in + place.slot, place.parity);  // where there are none, too
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
                                         : ring.rows(place.slot);
@@ -469,6 +482,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
+        ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* rows = ring.rows(place.slot);
         float part[S::kSlabs][kParts][S::kColumns / 2];

@@ -41,11 +41,13 @@ class Tuning:
     Attributes:
         pdl: launch with programmatic stream serialization.
         stages: most stages of the ring of weights, at least 2; 0: as many as fit.
+        in_flight: KiB of weights that a block has under way at a time; 0: as the kernel has it.
         num_sms: blocks, at most one per multiprocessor; default: one on each.
     """
 
     pdl: bool = True
     stages: int = 0
+    in_flight: int = 0
     num_sms: int | None = None
 
 
@@ -72,6 +74,7 @@ class _Config(ctypes.Structure):
         ("num_sms", ctypes.c_int32),
         ("pdl", ctypes.c_int32),
         ("stages", ctypes.c_int32),
+        ("in_flight", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
     ]
 
@@ -188,6 +191,8 @@ class SmallBatch:
             require(num_sms <= most, "num_sms", f"at most {most}", num_sms, "Leave it out.")
         stages = tuning.stages
         require(stages == 0 or stages >= 2, "stages", "0, or 2 and more", stages, "Take 0.")
+        in_flight = tuning.in_flight
+        require(in_flight >= 0, "in_flight", "KiB, or 0", in_flight, "Take 0.")
         require(num_sms is not None, "num_sms", "a number of blocks", num_sms, "Pass it on a CPU.")
         self._config = _Config(
             invalid_count=0 if invalid_count is None else invalid_count.data_ptr(),
@@ -203,6 +208,7 @@ class SmallBatch:
             num_sms=num_sms,
             pdl=tuning.pdl,
             stages=stages,
+            in_flight=in_flight,
         )
         self._config_address = ctypes.addressof(self._config)
         with torch.cuda.device(device if device.type == "cuda" else -1):
