@@ -69,12 +69,15 @@ struct Work {
 template <typename S>
 struct Ring {
     const Args& args;
-    uint64_t *full, *rows_in, *empty;  // weights are there; rows are; both have been read
-    int* units;  // [kQueue]: the block's units, in order, and kNoUnit behind them
-    int* published;
+    uint64_t *full, *rows_in, *empty;  // what was asked for is there; so are rows; all was read
+    int* units;              // [kQueue]: the block's units, in order, and kNoUnit behind them
+    int *published, *start;  // turns whose units load_rows can see; where it starts
 
-    // Arrivals at a full barrier: the scales of 32 lanes, the weights.
-    static constexpr int kFullArrivals = 33, kRowsArrivals = 1, kEmptyArrivals = kGroup / 32;
+    // Where x is resident, rows have a barrier of their own, at which stages without rows arrive by
+    // themselves. Else they arrive at the full barrier: one wait per stage, which counts there.
+    // Arrivals at a full barrier: the scales of 32 lanes, the weights, the rows.
+    static constexpr int kFullArrivals = S::kResident ? 33 : 34;
+    static constexpr int kRowsArrivals = 1, kEmptyArrivals = kGroup / 32;
     static constexpr int kNoUnit = 1 << 30;
 
     __device__ explicit Ring(const Args& args_)
@@ -83,10 +86,14 @@ struct Ring {
           rows_in(full + args_.stages),
           empty(rows_in + args_.stages),
           units(shared_at<int>(args_.at.queue)),
-          published(units + kQueue) {}
+          published(units + kQueue),
+          start(published + 1) {}
 
     __device__ uint8_t* weights(int slot) const {
         return ptx::shared_memory() + slot * S::kStageBytes;
+    }
+    __device__ uint64_t* rows_barrier(int slot) const {
+        return (S::kResident ? rows_in : full) + slot;
     }
     __device__ uint8_t* rows(int slot) const { return weights(slot) + S::kSlabs * kTileBytes; }
     __device__ float* weight_scale(int slot) const {
@@ -139,7 +146,14 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             // Asked for now, needed when this unit's loads are under way.
             if (!end) after = work.take(args);
             ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
-            ptx::store_release_shared(ring.published, turn + 1);
+            if (end || !S::kResident || work.down(number)) {
+                if (*ring.published == 0) {
+                    ring.start[0] = turn;
+                    ring.start[1] = place.slot;
+                    ring.start[2] = place.parity;
+                }
+                ptx::store_release_shared(ring.published, turn + 1);
+            }
         }
         if (end) {
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
@@ -165,17 +179,18 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
                         slabs +
                     lane / 2;
         const int lanes = unit.down ? S::kSlabs : 2 * S::kSlabs;
+        const int window = unit.down ? args.window2 : args.window1;
 #pragma unroll 1
         for (int slab = 0; slab < slabs; slab += S::kSlabs) {
-            if (under_way == args.window) {
-                ptx::barrier_wait(ring.full + landing.slot, landing.parity);
-                landing.next(args.stages);
-                --under_way;
+            if constexpr (S::kResident) {
+                for (; under_way >= window; --under_way, landing.next(args.stages))
+                    ptx::barrier_wait(ring.full + landing.slot, landing.parity);
+                ++under_way;
             }
-            ++under_way;
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             uint64_t* full = ring.full + place.slot;
             if (lane == 0) {
+                if (S::kResident && !unit.down) ptx::arrive(ring.rows_in + place.slot);
                 ptx::arrive_expect(full, S::kSlabs * kTileBytes);
 #pragma unroll
                 for (int s = 0; s < S::kSlabs; ++s)
@@ -197,31 +212,26 @@ __device__ __forceinline__ void await(int* count, int writers, int readers) {
     ptx::check_off(count, writers + readers - 1);
 }
 
-// The thread that loads the rows of chunks, when they are all written. It walks over the stages
-// that have none too, and whoever multiplies waits for it there: a barrier's parity tells
-// neighbouring turns apart, and no more.
+// The thread that loads the rows of chunks, when they are all written.
 template <typename S>
 __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables,
                                           const Work<S>& work) {
     const Ring<S> ring(args);
-    Place place;
+    while (ptx::load_acquire_shared(ring.published) == 0) continue;
+    Place place{ring.start[1], ring.start[2]};
     bool staged = S::kResident;
 #pragma unroll 1
-    for (int turn = 0;; ++turn) {
+    for (int turn = ring.start[0];; ++turn) {
         while (ptx::load_acquire_shared(ring.published) <= turn) continue;
         const int number = ring.units[turn % kQueue];
-        const bool end = number == Ring<S>::kNoUnit;
-        const bool down = !end && work.down(number);
-        const int stages = end ? 1 : ring.stages_of(down);
-        if (end || (S::kResident && !down)) {
-#pragma unroll 1
-            for (int i = 0; i < stages; ++i, place.next(args.stages)) {
-                ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-                ptx::arrive(ring.rows_in + place.slot);
-            }
-            if (end) return;
-            continue;
+        if (number == Ring<S>::kNoUnit) {
+            if (S::kResident) return;
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            ptx::arrive(ring.full + place.slot);
+            return;
         }
+        const bool down = work.down(number);
+        const int stages = ring.stages_of(down);
         const Unit unit = work(number, tables);
         if (!staged) {
             const int blocks = gridDim.x;
@@ -246,11 +256,11 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
 #pragma unroll 1
         for (int i = 0; i < stages; ++i) {
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-            uint64_t* rows_in = ring.rows_in + place.slot;
-            ptx::arrive_expect(rows_in, row_bytes + scales * sizeof(float));
-            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, rows_in);
+            uint64_t* full = ring.rows_barrier(place.slot);
+            ptx::arrive_expect(full, row_bytes + scales * sizeof(float));
+            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, full);
             ptx::copy_bytes(ring.row_scale(place.slot), scale + i * scales, scales * sizeof(float),
-                            rows_in);
+                            full);
             place.next(args.stages);
         }
     }
@@ -330,18 +340,19 @@ struct RowsOfX {
     __device__ explicit RowsOfX(const Args& args) : per_row(args.hidden / 8) {
 #pragma unroll
         for (int i = 0; i < kPieces; ++i)
-            load(args, i, threadIdx.x + i * kMathThreads, args.tokens);
+            load(args, i, threadIdx.x + i * kMathThreads, args.tokens * per_row);
     }
 
-    __device__ void load(const Args& args, int i, int at, int count) {
+    __device__ void load(const Args& args, int i, int at, int end) {
+        if (at >= end) return;
         const int row = at / per_row;
-        if (row < count) pieces[i] = load_eight(args, row, (at - row * per_row) * 8);
+        pieces[i] = load_eight(args, row, (at - row * per_row) * 8);
     }
 
-    __device__ void store(const Args& args, const uint4& piece, int at, int count) {
+    __device__ void store(const Args& args, const uint4& piece, int at, int end) {
         const Quantized made = quantize_eight(piece);
+        if (at >= end) return;
         const int row = at / per_row, column = (at - row * per_row) * 8;
-        if (row >= count) return;
         uint8_t* image = shared_at<uint8_t>(args.at.x) + image_at(row, column, kTokens);
         *reinterpret_cast<uint2*>(image) = made.bytes;
         if (column % kBlock == 0)
@@ -355,9 +366,11 @@ struct RowsOfX {
         for (int begin = 0; begin < end; begin += kPieces * kMathThreads) {
 #pragma unroll
             for (int i = 0; i < kPieces; ++i) {
-                const int at = begin + i * kMathThreads + static_cast<int>(threadIdx.x);
-                store(args, pieces[i], at, count);
-                load(args, i, at + kPieces * kMathThreads, count);
+                const int first = begin + i * kMathThreads;  // the same for all threads
+                if (first >= end) break;
+                const int at = first + static_cast<int>(threadIdx.x);
+                store(args, pieces[i], at, end);
+                load(args, i, at + kPieces * kMathThreads, end);
             }
         }
     }
@@ -425,7 +438,6 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
-        ptx::barrier_wait(ring.rows_in + place.slot, place.parity);  // where there are none, too
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
                                         : ring.rows(place.slot);
@@ -482,7 +494,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
-        ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
+        if constexpr (S::kResident) ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* rows = ring.rows(place.slot);
         float part[S::kSlabs][kParts][S::kColumns / 2];

@@ -25,20 +25,20 @@ struct MegaMoESmallBatchConfig {
     int32_t first_expert, num_routed;  // this rank's routed experts
     float swiglu_limit;                // infinity: no clamp
     float routed_scaling_factor;
-    int32_t num_sms;     // blocks; all of them run at once
-    int32_t pdl;         // launch with programmatic stream serialization
-    int32_t stages;      // most stages of the ring, at least 2; 0: as many as fit
-    int32_t in_flight;   // KiB of weights under way per block; 0: kInFlight
-    int32_t max_tokens;  // of one launch; `prepare` sets it
+    int32_t num_sms;                 // blocks; all of them run at once
+    int32_t pdl;                     // launch with programmatic stream serialization
+    int32_t stages;                  // most stages of the ring, at least 2; 0: as many as fit
+    int32_t in_flight1, in_flight2;  // KiB of weights under way per block; 0: as kInFlight says
+    int32_t max_tokens;              // of one launch; `prepare` sets it
 };
 
 }  // extern "C"
 
 namespace small_batch {
 
-constexpr int kMaxShared = 227 * 1024;  // of one block
-constexpr int kLeastBytes = 40 * 1024;  // of weights under way, or a variant is not taken
-constexpr int kInFlight = 64;           // KiB of weights under way per block, see load_weights
+constexpr int kMaxShared = 227 * 1024;            // of one block
+constexpr int kLeastBytes = 40 * 1024;            // of weights under way, or a variant is not taken
+constexpr int kInFlight1 = 128, kInFlight2 = 64;  // KiB of w13, w2 under way: see load_weights
 constexpr int kMaxStages = 32;
 // The warp that loads weights is up to all stages and one unit ahead of the group that multiplies,
 // which also reads which units the other groups had before it.
@@ -71,7 +71,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.row_scale = next(stages * scales * 4);
         args.at.results = next(kGroups * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
         args.at.barriers = next(3 * stages * 8);
-        args.at.queue = next((kQueue + 1) * 4);
+        args.at.queue = next((kQueue + 4) * 4);
         args.at.counts = next(args.num_local * 4);
         args.at.pair_weight = next(args.pairs * 4);
         args.at.weight_of = next(args.pairs * 4);
@@ -91,8 +91,12 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
     const int least = config.stages > 0 ? 2 : ceil_div(kLeastBytes, slabs * kTileBytes);
     int stages = config.stages > 0 && config.stages < kMaxStages ? config.stages : kMaxStages;
     while (stages >= least && !place(stages)) --stages;
-    const int in_flight = (config.in_flight > 0 ? config.in_flight : kInFlight) * 1024;
-    args.window = std::max(2, std::min(stages, ceil_div(in_flight, slabs * kTileBytes)));
+    const auto window = [&](int asked, int standard) {
+        const int bytes = (asked > 0 ? asked : standard) * 1024;
+        return std::max(2, std::min(stages, ceil_div(bytes, slabs * kTileBytes)));
+    };
+    args.window1 = window(config.in_flight1, kInFlight1);
+    args.window2 = window(config.in_flight2, kInFlight2);
     return stages >= least;
 }
 

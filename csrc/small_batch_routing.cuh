@@ -78,7 +78,7 @@ struct Args {
     int wide_ids, bf16_routing, aligned_x;
     float swiglu_limit, routed_scaling_factor;
     int hidden, intermediate;
-    int stages, window;  // of the ring; of weights under way at a time
+    int stages, window1, window2;  // of the ring; under way at a time, of w13 and of w2
     Layout at;
 };
 

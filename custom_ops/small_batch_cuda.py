@@ -41,13 +41,14 @@ class Tuning:
     Attributes:
         pdl: launch with programmatic stream serialization.
         stages: most stages of the ring of weights, at least 2; 0: as many as fit.
-        in_flight: KiB of weights that a block has under way at a time; 0: as the kernel has it.
+        in_flight: KiB of w13 and of w2 that a block has under way at a time, up to 16 tokens; 0: as
+            the kernel has it.
         num_sms: blocks, at most one per multiprocessor; default: one on each.
     """
 
     pdl: bool = True
     stages: int = 0
-    in_flight: int = 0
+    in_flight: tuple[int, int] = (0, 0)
     num_sms: int | None = None
 
 
@@ -74,7 +75,8 @@ class _Config(ctypes.Structure):
         ("num_sms", ctypes.c_int32),
         ("pdl", ctypes.c_int32),
         ("stages", ctypes.c_int32),
-        ("in_flight", ctypes.c_int32),
+        ("in_flight1", ctypes.c_int32),
+        ("in_flight2", ctypes.c_int32),
         ("max_tokens", ctypes.c_int32),
     ]
 
@@ -192,7 +194,7 @@ class SmallBatch:
         stages = tuning.stages
         require(stages == 0 or stages >= 2, "stages", "0, or 2 and more", stages, "Take 0.")
         in_flight = tuning.in_flight
-        require(in_flight >= 0, "in_flight", "KiB, or 0", in_flight, "Take 0.")
+        require(min(in_flight) >= 0, "in_flight", "KiB, or 0", in_flight, "Take 0.")
         require(num_sms is not None, "num_sms", "a number of blocks", num_sms, "Pass it on a CPU.")
         self._config = _Config(
             invalid_count=0 if invalid_count is None else invalid_count.data_ptr(),
@@ -208,7 +210,8 @@ class SmallBatch:
             num_sms=num_sms,
             pdl=tuning.pdl,
             stages=stages,
-            in_flight=in_flight,
+            in_flight1=in_flight[0],
+            in_flight2=in_flight[1],
         )
         self._config_address = ctypes.addressof(self._config)
         with torch.cuda.device(device if device.type == "cuda" else -1):

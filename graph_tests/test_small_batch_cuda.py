@@ -333,8 +333,8 @@ TUNINGS = [
     Tuning(num_sms=9, stages=2),
     Tuning(num_sms=16, stages=5, pdl=False),
     Tuning(num_sms=7, stages=3),
-    Tuning(num_sms=7, in_flight=1),
-    Tuning(num_sms=5, in_flight=10_000),
+    Tuning(num_sms=7, in_flight=(1, 1)),
+    Tuning(num_sms=5, in_flight=(10_000, 10_000)),
 ]
 
 
@@ -560,7 +560,7 @@ def test_refuses_what_does_not_fit() -> None:
         ({"top_k": 0}, "top_k: expected at least 1, got 0"),
         ({"first_expert": -1, "num_local_experts": 4}, "within 0 to 8 (num_experts), got -1 to 3"),
         ({"tuning": Tuning(num_sms=5, stages=1)}, "stages: expected 0, or 2 and more, got 1"),
-        ({"tuning": Tuning(num_sms=5, in_flight=-1)}, "in_flight: expected KiB, or 0, got -1"),
+        ({"tuning": Tuning(num_sms=5, in_flight=(0, -1))}, "in_flight: expected KiB, or 0, got (0, -1)"),
         ({"first_expert": 5, "num_local_experts": 4}, "within 0 to 8 (num_experts), got 5 to 9"),
     ):
         with refuses(ValueError, word):
