@@ -71,7 +71,8 @@ struct Ring {
     const Args& args;
     uint64_t *full, *rows_in, *empty;  // what was asked for is there; so are rows; all was read
     int* units;              // [kQueue]: the block's units, in order, and kNoUnit behind them
-    int *published, *start;  // turns whose units load_rows can see; where it starts
+    int *known, *asked;      // turns whose units stand there; stages that were asked for
+    int *published, *start;  // the same for load_rows, which begins with what `start` says
 
     // Where x is resident, rows have a barrier of their own, at which stages without rows arrive by
     // themselves. Else they arrive at the full barrier: one wait per stage, which counts there.
@@ -86,7 +87,9 @@ struct Ring {
           rows_in(full + args_.stages),
           empty(rows_in + args_.stages),
           units(shared_at<int>(args_.at.queue)),
-          published(units + kQueue),
+          known(units + kQueue),
+          asked(known + 1),
+          published(asked + 1),
           start(published + 1) {}
 
     __device__ uint8_t* weights(int slot) const {
@@ -108,11 +111,12 @@ struct Ring {
     }
 };
 
-// A place in the stream of stages.
+// A place in the stream of stages: the number of a stage, its slot, and the parity of its barriers.
 struct Place {
-    int slot = 0, parity = 0;
+    int slot = 0, parity = 0, number = 0;
 
     __device__ void next(int stages) {
+        ++number;
         if (++slot == stages) {
             slot = 0;
             parity ^= 1;
@@ -122,6 +126,23 @@ struct Place {
         const int at = slot + count, turns = at / stages;
         slot = at - turns * stages;
         parity ^= turns & 1;
+        number += count;
+    }
+};
+
+// What a group knows of the loading warp. A barrier's parity tells neighbouring phases apart and no
+// more, so that nobody may wait for a stage whose slot is still that of an earlier one, of another
+// group. It no longer is when the stage has been asked for.
+template <typename S>
+struct Progress {
+    int asked = 0;
+
+    // Whole warps call it.
+    __device__ void reach(const Ring<S>& ring, int stage) {
+        if (stage < asked) return;
+        if (lane_index() == 0)
+            while ((asked = ptx::load_acquire_shared(ring.asked)) <= stage) continue;
+        asked = __shfl_sync(0xffffffffu, asked, 0);
     }
 };
 
@@ -145,7 +166,10 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
         if (lane == 0) {
             // Asked for now, needed when this unit's loads are under way.
             if (!end) after = work.take(args);
-            ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
+            // The end is a unit for each group.
+            for (int i = 0; i < (end ? kGroups : 1); ++i)
+                ring.units[(turn + i) % kQueue] = end ? Ring<S>::kNoUnit : number;
+            ptx::store_release_shared(ring.known, turn + (end ? kGroups : 1));
             if (end || !S::kResident || work.down(number)) {
                 if (*ring.published == 0) {
                     ring.start[0] = turn;
@@ -155,12 +179,7 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
                 ptx::store_release_shared(ring.published, turn + 1);
             }
         }
-        if (end) {
-            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-            ptx::copies_arrive(ring.full + place.slot);
-            if (lane == 0) ptx::arrive(ring.full + place.slot);
-            return;
-        }
+        if (end) return;
         const Unit unit = work(number, tables);
         const int expert = tables.expert_of[unit.rank];
         const int slabs = (unit.down ? args.intermediate : args.hidden) / kBlock;
@@ -200,6 +219,7 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             if (lane < lanes) ptx::copy4(ring.weight_scale(place.slot) + lane, scale + slab);
             ptx::copies_arrive(full);
             place.next(args.stages);
+            if (lane == 0) ptx::store_release_shared(ring.asked, place.number);
         }
         number = __shfl_sync(0xffffffffu, after, 0);
     }
@@ -218,18 +238,13 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
                                           const Work<S>& work) {
     const Ring<S> ring(args);
     while (ptx::load_acquire_shared(ring.published) == 0) continue;
-    Place place{ring.start[1], ring.start[2]};
+    Place place{ring.start[1], ring.start[2], 0};
     bool staged = S::kResident;
 #pragma unroll 1
     for (int turn = ring.start[0];; ++turn) {
         while (ptx::load_acquire_shared(ring.published) <= turn) continue;
         const int number = ring.units[turn % kQueue];
-        if (number == Ring<S>::kNoUnit) {
-            if (S::kResident) return;
-            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
-            ptx::arrive(ring.full + place.slot);
-            return;
-        }
+        if (number == Ring<S>::kNoUnit) return;
         const bool down = work.down(number);
         const int stages = ring.stages_of(down);
         const Unit unit = work(number, tables);
@@ -428,7 +443,7 @@ struct StagedRows {
 
 // total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
 template <typename S>
-__device__ __forceinline__ void multiply_up(const Args& args, Place& place,
+__device__ __forceinline__ void multiply_up(const Args& args, Place& place, Progress<S>& progress,
                                             float (&total)[S::kUpColumns / 2]) {
     constexpr int kColumns = S::kUpColumns;
     const Ring<S> ring(args);
@@ -437,6 +452,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
     for (int i = 0; i < kColumns / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+        progress.reach(ring, place.number);
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
@@ -484,7 +500,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 
 // total [64 x columns] of one unit of GEMM 2. A product of 32 columns has one scale.
 template <typename S>
-__device__ __forceinline__ void multiply_down(const Args& args, Place& place,
+__device__ __forceinline__ void multiply_down(const Args& args, Place& place, Progress<S>& progress,
                                               float (&total)[S::kColumns / 2]) {
     constexpr int kParts = S::kParts;
     const Ring<S> ring(args);
@@ -493,6 +509,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
     for (int i = 0; i < S::kColumns / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
+        progress.reach(ring, place.number);
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         if constexpr (S::kResident) ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);

@@ -127,8 +127,13 @@ inline void yield() {
     swapcontext(&fiber->context, &engine->scheduler);
 }
 
+// Polls since something happened that another thread may have waited for.
+inline int64_t polls = 0;
+constexpr int64_t kMostPolls = 20'000'000;
+
 // Lets all others run, and comes back.
 inline void pause() {
+    if (++polls > kMostPolls) fail("deadlock: threads poll for ever");
     engine->ready.insert(engine->ready.begin(), engine->current);
     yield();
 }
@@ -139,6 +144,7 @@ inline void wake(std::vector<Fiber*>& fibers) {
 }
 
 inline void pass(Gate& gate) {
+    polls = 0;
     if (++gate.arrived == gate.size) {
         gate.arrived = 0;
         wake(gate.waiting);
@@ -263,6 +269,7 @@ inline void complete(Mbarrier& barrier) {
 }
 
 inline void arrive(Mbarrier& barrier) {
+    polls = 0;
     ++barrier.arrived;
     complete(barrier);
 }
@@ -448,9 +455,16 @@ inline int load_acquire(const int* at) {
     return *at;
 }
 inline int load_acquire_shared(const int* at) { return load_acquire(at); }
-inline void store_release_shared(int* at, int value) { *at = value; }
-inline void add_release(int* at, int value) { *at += value; }
+inline void store_release_shared(int* at, int value) {
+    emu::polls = 0;
+    *at = value;
+}
+inline void add_release(int* at, int value) {
+    emu::polls = 0;
+    *at += value;
+}
 inline int count_up(int* at, int last) {
+    emu::polls = 0;
     const int old = *at;
     *at = old >= last ? 0 : old + 1;
     return old;

@@ -55,7 +55,7 @@ class Case:
     shared: int = 0
     scaling: float = 1.0
     layout: str = "dense"  # dense | strided | odd (rows not 16-byte aligned)
-    routing: str = "random"  # random | one (expert 1 takes all) | holes (some -1) | none (all -1)
+    routing: str = "random"  # or one (expert 1 has slot 0), same (all slots), holes, none (all -1)
     seed: int = 0
 
     def __str__(self) -> str:
@@ -165,6 +165,8 @@ def make_inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor
     if case.routing == "one":
         ids[:, 0] = 1
         ids[:, 1:] = -1
+    elif case.routing == "same":
+        ids[:] = 1
     elif case.routing == "holes":
         ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
     elif case.routing == "none":
@@ -278,6 +280,9 @@ CASES = [
     Case(40, 256, 128, experts=4, top_k=1, routing="one"),  # more pairs than columns
     Case(64, 128, 128, experts=2, top_k=1, routing="one"),
     Case(24, 2048, 128, experts=4),
+    Case(7, 128, 256, experts=4, top_k=4, routing="same"),  # chunks of one expert, x resident
+    Case(16, 256, 128, experts=4, top_k=3, routing="same"),
+    Case(20, 128, 128, experts=4, top_k=4, routing="same"),
     Case(40, 1024, 128, experts=2, top_k=1, routing="one"),
     Case(17, 128, 512, experts=4, top_k=2),  # fewer columns of y than of the intermediate
     Case(10, routing="holes", num_valid=7),
