@@ -16,9 +16,8 @@
 // - GEMM 1 applies SwiGLU and the routing weight and quantizes per pair and 32 columns, into such
 //   images, for GEMM 2. 32 and not 128 columns, because a tile of 64 rows has 32 intermediate
 //   columns, and no block waits for another's.
-// - Two warpgroups take units in turn, and wait for each other nowhere: while one writes results
-// and
-//   tells other blocks, or waits for their rows, the other multiplies.
+// - Two warpgroups take turns in multiplying: while one does, the other writes its results and
+//   tells other blocks. With one group the stream would stop for that after every tile.
 // - The last tile of GEMM 2 for a group of output rows sums the slots, in slot order. No atomics on
 //   data, no order that depends on timing: results are the same bits in every run, and a token's
 //   result does not depend on the other tokens of the call. Where they change the variant of the
@@ -37,7 +36,7 @@
 namespace small_batch {
 
 // Named barriers of a block.
-enum { kSetUp = 1, kGroupOnly = 2 };  // kGroupOnly: + group
+enum { kSetUp = 1, kTurn = 2, kGroupOnly = kTurn + kGroups };  // kTurn, kGroupOnly: + group
 
 __device__ __forceinline__ int group_index() { return threadIdx.x / kGroup; }
 __device__ __forceinline__ void group_barrier() {
@@ -198,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
     ptx::fence_barrier_init();
     if (threadIdx.x == 0) {
-        *ring.known = *ring.asked = *ring.published = 0;
+        *ring.published = 0;
         ptx::prefetch_map(&w13);
         ptx::prefetch_map(&w2);
     }
@@ -249,31 +248,40 @@ __global__ void __launch_bounds__(kThreads, 1)
         if (threadIdx.x == 0) ptx::add_release(&args.counters->staged, 1);
     }
 
-    // 5. Each group takes every other unit. The compiler must see that whole warps take every
-    // branch from here on: else it lets one wgmma wait for the other.
+    // 5. The groups take units in turns. The compiler must see that whole warps take every branch
+    // from here on: else it lets one wgmma wait for the other.
     const int group = __shfl_sync(0xffffffffu, group_index(), 0);
+    const int after = (group + 1) % kGroups;  // its turn is the next
+    constexpr int kPair = 2 * kGroup;
+    if (group == kGroups - 1) ptx::group_arrive(kTurn + after, kPair);
     Place place;
-    Progress<S> progress;
 #pragma unroll 1
     for (int turn = group, behind = 0;; turn += kGroups) {
-        if (lane_index() == 0)
-            while (ptx::load_acquire_shared(ring.known) <= turn) continue;
-        __syncwarp();
+        ptx::group_sync(kTurn + group, kPair);
         for (; behind < turn; ++behind) {  // units of the other groups
             const int number = __shfl_sync(0xffffffffu, ring.units[behind % kQueue], 0);
-            if (number == Ring<S>::kNoUnit) return;
+            if (number == Ring<S>::kNoUnit) {
+                if (behind + kGroups > turn + 1) ptx::group_arrive(kTurn + after, kPair);
+                return;
+            }
             place.skip(ring.stages_of(work.down(number)), args.stages);
         }
         ++behind;
+        ptx::barrier_wait(ring.full + place.slot, place.parity);
         const int number = __shfl_sync(0xffffffffu, ring.units[turn % kQueue], 0);
-        if (number == Ring<S>::kNoUnit) return;
+        if (number == Ring<S>::kNoUnit) {
+            ptx::group_arrive(kTurn + after, kPair);
+            return;
+        }
         if (work.down(number)) {
             float total[S::kColumns / 2];
-            multiply_down<S>(args, place, progress, total);
+            multiply_down<S>(args, place, total);
+            ptx::group_arrive(kTurn + after, kPair);
             write_results<S>(args, tables, work(number, tables), active, total);
         } else {
             float total[S::kUpColumns / 2];
-            multiply_up<S>(args, place, progress, total);
+            multiply_up<S>(args, place, total);
+            ptx::group_arrive(kTurn + after, kPair);
             write_rows<S>(args, tables, work(number, tables), total);
         }
     }

@@ -71,8 +71,7 @@ struct Ring {
     const Args& args;
     uint64_t *full, *rows_in, *empty;  // what was asked for is there; so are rows; all was read
     int* units;              // [kQueue]: the block's units, in order, and kNoUnit behind them
-    int *known, *asked;      // turns whose units stand there; stages that were asked for
-    int *published, *start;  // the same for load_rows, which begins with what `start` says
+    int *published, *start;  // turns whose units load_rows can see; where it starts
 
     // Where x is resident, rows have a barrier of their own, at which stages without rows arrive by
     // themselves. Else they arrive at the full barrier: one wait per stage, which counts there.
@@ -87,9 +86,7 @@ struct Ring {
           rows_in(full + args_.stages),
           empty(rows_in + args_.stages),
           units(shared_at<int>(args_.at.queue)),
-          known(units + kQueue),
-          asked(known + 1),
-          published(asked + 1),
+          published(units + kQueue),
           start(published + 1) {}
 
     __device__ uint8_t* weights(int slot) const {
@@ -111,12 +108,11 @@ struct Ring {
     }
 };
 
-// A place in the stream of stages: the number of a stage, its slot, and the parity of its barriers.
+// A place in the stream of stages.
 struct Place {
-    int slot = 0, parity = 0, number = 0;
+    int slot = 0, parity = 0;
 
     __device__ void next(int stages) {
-        ++number;
         if (++slot == stages) {
             slot = 0;
             parity ^= 1;
@@ -126,23 +122,6 @@ struct Place {
         const int at = slot + count, turns = at / stages;
         slot = at - turns * stages;
         parity ^= turns & 1;
-        number += count;
-    }
-};
-
-// What a group knows of the loading warp. A barrier's parity tells neighbouring phases apart and no
-// more, so that nobody may wait for a stage whose slot is still that of an earlier one, of another
-// group. It no longer is when the stage has been asked for.
-template <typename S>
-struct Progress {
-    int asked = 0;
-
-    // Whole warps call it.
-    __device__ void reach(const Ring<S>& ring, int stage) {
-        if (stage < asked) return;
-        if (lane_index() == 0)
-            while ((asked = ptx::load_acquire_shared(ring.asked)) <= stage) continue;
-        asked = __shfl_sync(0xffffffffu, asked, 0);
     }
 };
 
@@ -166,10 +145,7 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
         if (lane == 0) {
             // Asked for now, needed when this unit's loads are under way.
             if (!end) after = work.take(args);
-            // The end is a unit for each group.
-            for (int i = 0; i < (end ? kGroups : 1); ++i)
-                ring.units[(turn + i) % kQueue] = end ? Ring<S>::kNoUnit : number;
-            ptx::store_release_shared(ring.known, turn + (end ? kGroups : 1));
+            ring.units[turn % kQueue] = end ? Ring<S>::kNoUnit : number;
             if (end || !S::kResident || work.down(number)) {
                 if (*ring.published == 0) {
                     ring.start[0] = turn;
@@ -179,7 +155,12 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
                 ptx::store_release_shared(ring.published, turn + 1);
             }
         }
-        if (end) return;
+        if (end) {
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            ptx::copies_arrive(ring.full + place.slot);
+            if (lane == 0) ptx::arrive(ring.full + place.slot);
+            return;
+        }
         const Unit unit = work(number, tables);
         const int expert = tables.expert_of[unit.rank];
         const int slabs = (unit.down ? args.intermediate : args.hidden) / kBlock;
@@ -219,7 +200,6 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
             if (lane < lanes) ptx::copy4(ring.weight_scale(place.slot) + lane, scale + slab);
             ptx::copies_arrive(full);
             place.next(args.stages);
-            if (lane == 0) ptx::store_release_shared(ring.asked, place.number);
         }
         number = __shfl_sync(0xffffffffu, after, 0);
     }
@@ -238,13 +218,18 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
                                           const Work<S>& work) {
     const Ring<S> ring(args);
     while (ptx::load_acquire_shared(ring.published) == 0) continue;
-    Place place{ring.start[1], ring.start[2], 0};
+    Place place{ring.start[1], ring.start[2]};
     bool staged = S::kResident;
 #pragma unroll 1
     for (int turn = ring.start[0];; ++turn) {
         while (ptx::load_acquire_shared(ring.published) <= turn) continue;
         const int number = ring.units[turn % kQueue];
-        if (number == Ring<S>::kNoUnit) return;
+        if (number == Ring<S>::kNoUnit) {
+            if (S::kResident) return;
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            ptx::arrive(ring.full + place.slot);
+            return;
+        }
         const bool down = work.down(number);
         const int stages = ring.stages_of(down);
         const Unit unit = work(number, tables);
@@ -443,7 +428,7 @@ struct StagedRows {
 
 // total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
 template <typename S>
-__device__ __forceinline__ void multiply_up(const Args& args, Place& place, Progress<S>& progress,
+__device__ __forceinline__ void multiply_up(const Args& args, Place& place,
                                             float (&total)[S::kUpColumns / 2]) {
     constexpr int kColumns = S::kUpColumns;
     const Ring<S> ring(args);
@@ -452,7 +437,6 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place, Prog
     for (int i = 0; i < kColumns / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
-        progress.reach(ring, place.number);
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);
         const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
@@ -500,7 +484,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place, Prog
 
 // total [64 x columns] of one unit of GEMM 2. A product of 32 columns has one scale.
 template <typename S>
-__device__ __forceinline__ void multiply_down(const Args& args, Place& place, Progress<S>& progress,
+__device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                                               float (&total)[S::kColumns / 2]) {
     constexpr int kParts = S::kParts;
     const Ring<S> ring(args);
@@ -509,7 +493,6 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place, Pr
     for (int i = 0; i < S::kColumns / 2; ++i) total[i] = 0.0f;
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
-        progress.reach(ring, place.number);
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         if constexpr (S::kResident) ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
         const uint8_t* weights = ring.weights(place.slot);

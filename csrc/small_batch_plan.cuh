@@ -42,7 +42,7 @@ constexpr int kInFlight1 = 128, kInFlight2 = 64;  // KiB of w13, w2 under way: s
 constexpr int kMaxStages = 32;
 // The warp that loads weights is up to all stages and one unit ahead of the group that multiplies,
 // which also reads which units the other groups had before it.
-static_assert(kMaxStages + 1 + 2 * kGroups <= kQueue);
+static_assert(kMaxStages + 1 + kGroups <= kQueue);
 
 inline int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -71,7 +71,7 @@ inline bool plan(Args& args, const MegaMoESmallBatchConfig& config, int tokens, 
         args.at.row_scale = next(stages * scales * 4);
         args.at.results = next(kGroups * (tokens > 0 ? tokens : columns) * (kFine + 1) * 4);
         args.at.barriers = next(3 * stages * 8);
-        args.at.queue = next((kQueue + 6) * 4);
+        args.at.queue = next((kQueue + 4) * 4);
         args.at.counts = next(args.num_local * 4);
         args.at.pair_weight = next(args.pairs * 4);
         args.at.weight_of = next(args.pairs * 4);
