@@ -228,7 +228,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         return;
     }
     if (warp > kMathThreads / 32) {
-        load_rows<S>(args, tables, work);
+        if (lane_index() == 0) load_rows<S>(args, tables, work);
         return;
     }
 

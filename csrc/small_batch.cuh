@@ -205,44 +205,27 @@ __device__ __forceinline__ void load_weights(const Args& args, const Tables& tab
     }
 }
 
-// Which chunks are written: the answer of one load for 32 of them, asked again for the rest.
-struct Written {
-    int first = 0;
-    uint32_t bits = 0;
+// Waits until `writers` have counted up. Each of the `readers` counts on, and the last one leaves
+// 0.
+__device__ __forceinline__ void await(int* count, int writers, int readers) {
+    while (ptx::load_acquire(count) < writers) continue;
+    ptx::check_off(count, writers + readers - 1);
+}
 
-    // Waits for the chunk, or rank, `index` of `count`. The whole warp calls it.
-    __device__ void await(const int* ready, int index, int count, int tiles) {
-        while (index < first || index >= first + 32 || !(bits >> (index - first) & 1)) {
-            first = index;
-            const int at = first + lane_index();
-            bits = __ballot_sync(0xffffffffu, at < count && ptx::load_acquire(ready + at) >= tiles);
-        }
-        __syncwarp();  // what the lanes have acquired, all lanes may read
-    }
-};
-
-// The warp that loads the rows of chunks, when they are all written. Whoever waits for a count goes
-// on counting, up to the number of those who wait, and the last one leaves 0.
+// The thread that loads the rows of chunks, when they are all written.
 template <typename S>
 __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables,
                                           const Work<S>& work) {
     const Ring<S> ring(args);
-    const bool first_lane = lane_index() == 0;
-    const auto await_turn = [&](int turn) {
-        if (first_lane)
-            while (ptx::load_acquire_shared(ring.published) <= turn) continue;
-        __syncwarp();
-    };
-    await_turn(0);
+    while (ptx::load_acquire_shared(ring.published) == 0) continue;
     Place place{ring.start[1], ring.start[2]};
-    Written written;
     bool staged = S::kResident;
 #pragma unroll 1
     for (int turn = ring.start[0];; ++turn) {
-        await_turn(turn);
+        while (ptx::load_acquire_shared(ring.published) <= turn) continue;
         const int number = ring.units[turn % kQueue];
         if (number == Ring<S>::kNoUnit) {
-            if (S::kResident || !first_lane) return;
+            if (S::kResident) return;
             ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
             ptx::arrive(ring.full + place.slot);
             return;
@@ -250,42 +233,36 @@ __device__ __forceinline__ void load_rows(const Args& args, const Tables& tables
         const bool down = work.down(number);
         const int stages = ring.stages_of(down);
         const Unit unit = work(number, tables);
-        if (!staged && first_lane) {
+        if (!staged) {
             const int blocks = gridDim.x;
-            while (ptx::load_acquire(&args.counters->staged) < blocks) continue;
-            ptx::check_off(&args.counters->staged, blocks + min(blocks, work.units) - 1);
+            await(&args.counters->staged, blocks, min(blocks, work.units));
         }
         staged = true;
         if (down) {
-            const int index = S::kResident ? unit.rank : unit.chunk;
-            written.await(args.counters->ready, index, work.units1 / work.tiles1, work.tiles1);
-            int readers = work.tiles2;
-            if (S::kResident)
-                readers *= tables.first_chunk[unit.rank + 1] - tables.first_chunk[unit.rank];
-            if (first_lane) ptx::check_off(args.counters->ready + index, work.tiles1 + readers - 1);
+            const int chunks =
+                S::kResident ? tables.first_chunk[unit.rank + 1] - tables.first_chunk[unit.rank]
+                             : 1;
+            await(args.counters->ready + (S::kResident ? unit.rank : unit.chunk), work.tiles1,
+                  chunks * work.tiles2);
         }
-        if (first_lane) {
-            ptx::fence_async_global();
-            const int parts = down ? S::kParts : 1;
-            const int64_t first = int64_t{unit.chunk} * stages * S::kSlabs;
-            const uint8_t* rows = (down ? args.rows : args.x_rows) + first * S::kSlabRows;
-            const float* scale =
-                (down ? args.row_scale : args.x_row_scale) + first * parts * S::kColumns;
-            const int row_bytes = S::kSlabs * S::kSlabRows;
-            const int scales = S::kSlabs * parts * S::kColumns;
-            Place at = place;
+        ptx::fence_async_global();
+        const int parts = down ? S::kParts : 1;
+        const int64_t first = int64_t{unit.chunk} * stages * S::kSlabs;
+        const uint8_t* rows = (down ? args.rows : args.x_rows) + first * S::kSlabRows;
+        const float* scale =
+            (down ? args.row_scale : args.x_row_scale) + first * parts * S::kColumns;
+        const int row_bytes = S::kSlabs * S::kSlabRows;
+        const int scales = S::kSlabs * parts * S::kColumns;
 #pragma unroll 1
-            for (int i = 0; i < stages; ++i, at.next(args.stages)) {
-                ptx::barrier_wait(ring.empty + at.slot, at.parity ^ 1);
-                uint64_t* full = ring.rows_barrier(at.slot);
-                ptx::arrive_expect(full, row_bytes + scales * sizeof(float));
-                ptx::copy_bytes(ring.rows(at.slot), rows + i * row_bytes, row_bytes, full);
-                ptx::copy_bytes(ring.row_scale(at.slot), scale + i * scales, scales * sizeof(float),
-                                full);
-            }
+        for (int i = 0; i < stages; ++i) {
+            ptx::barrier_wait(ring.empty + place.slot, place.parity ^ 1);
+            uint64_t* full = ring.rows_barrier(place.slot);
+            ptx::arrive_expect(full, row_bytes + scales * sizeof(float));
+            ptx::copy_bytes(ring.rows(place.slot), rows + i * row_bytes, row_bytes, full);
+            ptx::copy_bytes(ring.row_scale(place.slot), scale + i * scales, scales * sizeof(float),
+                            full);
+            place.next(args.stages);
         }
-        __syncwarp();
-        place.skip(stages, args.stages);
     }
 }
 

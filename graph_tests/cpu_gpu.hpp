@@ -360,12 +360,6 @@ inline bool __any_sync(uint32_t, bool value) {
     for (int lane = 0; lane < emu::kWarp; ++lane) any |= values[lane];
     return any;
 }
-inline uint32_t __ballot_sync(uint32_t, bool value) {
-    const bool* values = emu::exchange(value);
-    uint32_t bits = 0;
-    for (int lane = 0; lane < emu::kWarp; ++lane) bits |= uint32_t{values[lane]} << lane;
-    return bits;
-}
 inline uint32_t __match_any_sync(uint32_t, uint32_t value) {
     const uint32_t* values = emu::exchange(value);
     uint32_t equal = 0;
