@@ -565,7 +565,10 @@ def test_refuses_what_does_not_fit() -> None:
         ({"top_k": 0}, "top_k: expected at least 1, got 0"),
         ({"first_expert": -1, "num_local_experts": 4}, "within 0 to 8 (num_experts), got -1 to 3"),
         ({"tuning": Tuning(num_sms=5, stages=1)}, "stages: expected 0, or 2 and more, got 1"),
-        ({"tuning": Tuning(num_sms=5, in_flight=(0, -1))}, "in_flight: expected KiB, or 0, got (0, -1)"),
+        (
+            {"tuning": Tuning(num_sms=5, in_flight=(0, -1))},
+            "in_flight: expected KiB, or 0, got (0, -1)",
+        ),
         ({"first_expert": 5, "num_local_experts": 4}, "within 0 to 8 (num_experts), got 5 to 9"),
     ):
         with refuses(ValueError, word):
