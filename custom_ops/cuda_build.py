@@ -14,6 +14,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -85,6 +86,25 @@ def find_cxx() -> Path:
     )
 
 
+def find_python_headers() -> Path:
+    """The directory of Python.h.
+
+    Raises:
+        BackendUnavailable: this Python came without it.
+    """
+    directory = Path(sysconfig.get_paths()["include"])
+    if not (directory / "Python.h").is_file():
+        raise BackendUnavailable(
+            mismatch(
+                "Python's headers",
+                f"Python.h in {directory}",
+                "none",
+                "Run: apt-get install python3-dev",
+            )
+        )
+    return directory
+
+
 def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
@@ -143,11 +163,17 @@ def build(
     return _build(what, name, find_nvcc(), sources, flags, cache_dir)
 
 
-def build_extension(name: str, sources: Sequence[str], cache_dir: Path | None = None) -> Path:
+def build_extension(
+    name: str, sources: Sequence[str], cache_dir: Path | None = None, *, python: bool = False
+) -> Path:
     """Compile C++ `sources` (names below csrc/) for the torch in use, or find an earlier build.
 
+    Args:
+        python: with the headers of the Python in use, too.
+
     Raises:
-        BackendUnavailable: no C++ compiler, no sources, or a failed build (with its last lines).
+        BackendUnavailable: no C++ compiler, no headers of Python, no sources, or a failed build
+            (with its last lines).
     """
     root = Path(torch.__file__).parent
     flags = [
@@ -163,6 +189,9 @@ def build_extension(name: str, sources: Sequence[str], cache_dir: Path | None = 
         "-lc10",
     ]
     what = f"C++ build of {name} for torch {torch.__version__}"
+    if python:
+        flags += ["-isystem", str(find_python_headers()), "-ltorch_python"]
+        what += f" and {sys.implementation.cache_tag}"
     return _build(what, name, find_cxx(), sources, flags, cache_dir)
 
 
@@ -215,14 +244,17 @@ def _build(
     return library
 
 
-def load(library: Path) -> ctypes.CDLL:
-    """Load a library made by `build`.
+def load(library: Path, loader: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
+    """Load a library made by `build` or `build_extension`.
+
+    Args:
+        loader: ctypes.PyDLL for functions that need the GIL.
 
     Raises:
         BackendUnavailable: the loader refuses it, for instance on a cache shared with another OS.
     """
     try:
-        return ctypes.CDLL(str(library))
+        return loader(str(library))
     except OSError as error:
         raise BackendUnavailable(
             mismatch(

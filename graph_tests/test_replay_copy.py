@@ -21,7 +21,6 @@ from megamoe_compile.custom_ops.replay_copy import (
     input_copier,
 )
 from megamoe_compile.graph_outputs import GraphOutputs
-from megamoe_compile.watched import WatchedTensors
 
 DTYPES = (torch.bfloat16, torch.int32, torch.int64, torch.float32, torch.uint8)
 
@@ -213,32 +212,6 @@ def test_a_runner_that_hands_out_views_saves_the_copies() -> None:
         assert first.data_ptr() == second.data_ptr() == kept.data_ptr()
         assert_same(second, layer(*named(3, 1).values()))
         assert_same(first[:3], second)  # overwritten
-
-
-# -- watched tensors ------------------------------------------------------------------------------
-
-
-def test_watched_tensors_see_moves_and_nothing_else() -> None:
-    block = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.BatchNorm1d(4))
-    modules = dict(block.named_modules())
-    watched = WatchedTensors(modules)
-    watched.check()
-    linear = block[0]
-    linear.weight.data.fill_(1)
-    block.register_buffer("late", torch.zeros(1))  # not in a graph that was captured before
-    linear.register_parameter("later", None)
-    watched.check()
-    kept = linear._parameters.pop("weight")
-    assert "0.weight" in outcome(watched.check)
-    linear._parameters["weight"] = kept  # now in another order
-    watched.check()
-    linear.weight.data = linear.weight.data.clone()
-    assert outcome(watched.check).startswith("MegaMoEError: address of 0.weight: ")
-    block[2].running_mean = torch.zeros(4)
-    fresh = WatchedTensors(modules)
-    fresh.check()
-    block.double()
-    assert outcome(fresh.check).startswith("MegaMoEError: address of ")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from .custom_ops.replay_copy import Write, input_copier
 from .graph_outputs import GraphOutputs
 from .step_plan import StepPlan
 from .step_settings import check_buckets
-from .watched import WatchedTensors
+from .watched import WatchedTensors, builds_native_check
 
 Rows = Literal["tokens", "requests"]
 
@@ -132,6 +132,7 @@ class GraphRunner:
         self._copy_outputs = copy_outputs
         self._outputs: GraphOutputs | None = None
         self._watched = WatchedTensors({})
+        self._native_check = builds_native_check(context.device)
         self._copier = input_copier(context.num_valid)
         self._inputs: dict[int, _Inputs] = {}  # per number of tokens, made once each
         self._on_cuda = context.device.type == "cuda"
@@ -279,7 +280,7 @@ class GraphRunner:
                 (name.replace("_orig_mod.", "").removeprefix("_orig_mod") or "step", child)
                 for name, child in self._module.named_modules()
             )
-        return WatchedTensors(modules)
+        return WatchedTensors(modules, native=self._native_check)
 
     def _run_step(self, plan: StepPlan, inputs: Mapping[str, Tensor]) -> Any:
         with self.context.step(plan):

@@ -1,0 +1,56 @@
+"""Whether tensors in dictionaries are still at their addresses, from C++ (csrc/watched.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from . import cuda_build
+
+
+class _Watched(ctypes.Structure):
+    """MegaMoEWatched of csrc/watched.cpp, field by field. ctypes keeps the objects alive."""
+
+    _fields_ = [
+        ("owner", ctypes.py_object),
+        ("key", ctypes.py_object),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+@functools.cache
+def build_library() -> ctypes.CDLL:
+    """Compile csrc/watched.cpp for this torch and Python, or find an earlier build, and load it.
+
+    Raises:
+        BackendUnavailable: no C++ compiler, no headers of Python, a failed build, or a library
+            that does not load.
+    """
+    built = cuda_build.build_extension("watched", ["watched.cpp"], python=True)
+    library = cuda_build.load(built, ctypes.PyDLL)  # which keeps the GIL
+    library.megamoe_watched_first_moved.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.megamoe_watched_first_moved.restype = ctypes.c_int64
+    return library
+
+
+class NativeWatch:
+    """Entries of dictionaries, and the addresses of the tensors there.
+
+    Args:
+        entries: dictionary, key and `data_ptr()` of each.
+    """
+
+    def __init__(self, entries: Sequence[tuple[dict[str, Any], str, int]]) -> None:
+        self._entries = (_Watched * len(entries))(*(_Watched(*entry) for entry in entries))
+        self._arguments = ctypes.addressof(self._entries), len(entries)
+        self._first_moved = build_library().megamoe_watched_first_moved
+
+    def first_moved(self) -> int:
+        """The index of the first entry that is missing, no tensor, or elsewhere; -1 for none.
+
+        A subclass that answers `data_ptr()` for data of its own may count as elsewhere.
+        """
+        index: int = self._first_moved(*self._arguments)
+        return index
