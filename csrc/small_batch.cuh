@@ -119,9 +119,8 @@ struct Place {
         }
     }
     __device__ void skip(int count, int stages) {
-        const int at = slot + count, turns = at / stages;
-        slot = at - turns * stages;
-        parity ^= turns & 1;
+        // Few turns, in less time than a division: the next unit waits for it.
+        for (slot += count; slot >= stages; slot -= stages) parity ^= 1;
     }
 };
 
@@ -424,6 +423,10 @@ struct StagedRows {
     }
 };
 
+// The same value in all lanes, and the compiler knows it: it computes addresses from it once per
+// warp.
+__device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xffffffffu, value, 0); }
+
 // -- the products --------------------------------------------------------------------------------
 
 // total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
@@ -438,11 +441,12 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 #pragma unroll 1
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
-        const uint8_t* weights = ring.weights(place.slot);
+        const int slot = uniform(place.slot);
+        const uint8_t* weights = ring.weights(slot);
         const uint8_t* x = S::kResident ? shared_at<uint8_t>(args.at.x) + slab * kColumns * kBlock
-                                        : ring.rows(place.slot);
+                                        : ring.rows(slot);
         const float* x_scale = S::kResident ? shared_at<float>(args.at.x_scale) + slab * kColumns
-                                            : ring.row_scale(place.slot);
+                                            : ring.row_scale(slot);
         float part[S::kSlabs][kColumns / 2];
         ptx::multiply_begin();
 #pragma unroll
@@ -452,7 +456,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
                 ptx::multiply(part[s], weights + s * kTileBytes, x + s * kColumns * kBlock, k,
                               k > 0);
         ptx::multiply_commit();
-        const float* of_stage = ring.weight_scale(place.slot);
+        const float* of_stage = ring.weight_scale(slot);
         float2 up_scale[S::kSlabs][kColumns / 8], gate_scale[S::kSlabs][kColumns / 8];
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
@@ -468,7 +472,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s) ptx::hold(part[s]);
         __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
+        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
         place.next(args.stages);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
@@ -495,8 +499,9 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
     for (int slab = 0; slab < slabs; slab += S::kSlabs) {
         ptx::barrier_wait(ring.full + place.slot, place.parity);
         if constexpr (S::kResident) ptx::barrier_wait(ring.rows_in + place.slot, place.parity);
-        const uint8_t* weights = ring.weights(place.slot);
-        const uint8_t* rows = ring.rows(place.slot);
+        const int slot = uniform(place.slot);
+        const uint8_t* weights = ring.weights(slot);
+        const uint8_t* rows = ring.rows(slot);
         float part[S::kSlabs][kParts][S::kColumns / 2];
         float2 scale[S::kSlabs][kParts][S::kColumns / 8];
         ptx::multiply_begin();
@@ -507,10 +512,10 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                 ptx::multiply(part[s][k], weights + s * kTileBytes, rows + s * S::kSlabRows,
                               k * kFine, false);
         ptx::multiply_commit();
-        const float* of_rows = ring.row_scale(place.slot) + lane_index() % 4 * 2;
+        const float* of_rows = ring.row_scale(slot) + lane_index() % 4 * 2;
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s) {
-            const float of_weights = ring.weight_scale(place.slot)[s];
+            const float of_weights = ring.weight_scale(slot)[s];
 #pragma unroll
             for (int k = 0; k < kParts; ++k)
 #pragma unroll
@@ -526,7 +531,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
 #pragma unroll
             for (int k = 0; k < kParts; ++k) ptx::hold(part[s][k]);
         __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + place.slot);
+        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
         place.next(args.stages);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
