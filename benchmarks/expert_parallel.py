@@ -165,12 +165,15 @@ class Paths:
         (inputs,), layer = self.bench.inputs(tokens, calls=1), self.bench.layers[0]
         x, ids, weights = self.chain.gather(*inputs)
 
-        def error(out: torch.Tensor, context: mm.MegaMoEContext, rows: int) -> float:
-            want = torch.empty(out.shape, dtype=torch.float32, device=self.ranks.device)
-            group = context.intermediate_group_for(rows)
+        @functools.cache  # paths with the same scales share it
+        def want(group: int) -> torch.Tensor:
+            out = torch.empty(inputs[0].shape, dtype=torch.float32, device=self.ranks.device)
             partial = local_oracle(layer, x, ids, weights, group)
-            reduce_scatter(want, partial, group=self.ranks.rows_group)
-            return relative_error(out, want)
+            reduce_scatter(out, partial, group=self.ranks.rows_group)
+            return out
+
+        def error(out: torch.Tensor, context: mm.MegaMoEContext, rows: int) -> float:
+            return relative_error(out, want(context.intermediate_group_for(rows)))
 
         errors = {
             "layer": error(layer(*inputs), layer.context, tokens),
