@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megamoe_compile.custom_ops.graph_timing import capture
 from megamoe_compile.environment import environment as environment
 
 
@@ -29,22 +30,6 @@ class Timing:
 
     median: float
     spread: float
-
-
-def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
-    """One graph of all calls in order. Each call runs once before, on the capturing stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    return graph
 
 
 def time_variants(

@@ -27,7 +27,7 @@ def time_in_turn(variants: Mapping[Name, Sequence[Callable[[], object]]]) -> dic
             eagerly, and once per replay.
     """
     torch.cuda.synchronize()
-    graphs = {name: _capture(calls) for name, calls in variants.items()}
+    graphs = {name: capture(calls) for name, calls in variants.items()}
     for graph in graphs.values():
         for _ in range(WARM_UP):
             graph.replay()
@@ -48,7 +48,7 @@ def time_in_turn(variants: Mapping[Name, Sequence[Callable[[], object]]]) -> dic
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def _capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     """One graph of all calls in order; each ran once before, on the capturing stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -2,7 +2,8 @@
 
 Each column builds the model with the same weights, decodes with a static KV cache, and frees it.
 Results are written after every batch size of a column; a column that fails is reported with its
-error. `--parity` compares the outputs instead of the times (see `bench_parity.py`).
+error. Times come first, profiles of the replays last. `--parity` compares the outputs instead of
+the times (see `bench_parity.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from typing import Any, get_args
 import torch
 
 from . import bench_report
-from .bench_columns import COLUMNS, ColumnResult, Options, run_columns
+from .bench_columns import COLUMNS, Options
 from .bench_models import PRESETS, fitting_layers, make_source
+from .bench_passes import profile_columns, run_columns
+from .bench_results import ColumnResult
 from .bench_step import ATTENTION, register_attention
 from .config import Backend
 from .custom_ops.errors import mismatch
@@ -160,11 +163,12 @@ def run(args: argparse.Namespace) -> int:
             args.out.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:  # before an hour of work, not after it
             raise argparse.ArgumentError(None, f"--out: {error}") from error
-    columns: list[ColumnResult] = []
+    columns: dict[str, ColumnResult] = {}
 
     def keep(result: ColumnResult) -> None:
+        columns[result.name] = result
         if args.out is not None:
-            bench_report.write(args.out, facts, [*columns, result])
+            bench_report.write(args.out, facts, list(columns.values()))
 
     options = Options(
         source=source,
@@ -177,7 +181,6 @@ def run(args: argparse.Namespace) -> int:
         attention=ATTENTION if args.attention == "gemm" else "sdpa",
         backend=args.backend,
         seed=args.seed,
-        profile=args.profile,
         fuse_routers=args.fuse_routers,
         keep=keep,
     )
@@ -202,17 +205,20 @@ def run(args: argparse.Namespace) -> int:
         return run_parity(options, facts, args.out, args.json, say)
     for column in run_columns(list(dict.fromkeys(args.columns)), options, say):
         keep(column)
-        columns.append(column)
+    results = list(columns.values())
+    if args.profile and device.type == "cuda":
+        profile_columns(results, options, say)
     if args.out is not None:
+        bench_report.write(args.out, facts, results)
         try:
-            bench_report.plot(args.out, facts, columns)
+            bench_report.plot(args.out, facts, results)
         except ModuleNotFoundError as error:
             say(f"no {args.out}.png: {error}. Run: pip install 'megamoe-compile[plot]'")
     if args.json:
-        print(json.dumps(bench_report.as_dict(facts, columns), default=str))
+        print(json.dumps(bench_report.as_dict(facts, results), default=str))
     else:
-        print(bench_report.table(columns))
-    return 1 if any(column.error for column in columns) else 0
+        print(bench_report.table(results))
+    return 1 if any(column.error for column in results) else 0
 
 
 def _positive(text: str) -> int:

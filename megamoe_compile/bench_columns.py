@@ -7,55 +7,40 @@ megamoe      `integrations.transformers.prepare`, compiled, captured by the Grap
 
 Attention, static cache and the order of a step are the same in all columns; Inductor compiles all
 but the first in its default mode. The megamoe column alone has the routers of `fuse_routers`,
-unless `Options.fuse_routers` is off. On a CPU nothing is captured, and a column times its compiled
-step.
+unless `Options.fuse_routers` is off. On a CPU nothing is captured, and a column's call is its
+compiled step. What is timed and what is profiled is in bench_passes.py.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from .bench_measure import (
-    KernelShare,
-    StepTime,
-    host_microseconds,
-    kernel_share,
-    percent,
-    start_profiler,
-    step_bytes,
-    time_steps,
-)
 from .bench_models import (
     Source,
-    counting_experts,
-    experts_shape,
     model_without_experts,
     set_bf16_experts,
     set_fp8_experts,
 )
+from .bench_results import ColumnResult
 from .bench_step import BenchStep
 from .config import Backend
 from .custom_ops.errors import BackendUnavailable, mismatch
+from .custom_ops.graph_timing import capture
 from .graph import GraphRunner
-from .integrations.hf_experts import find_experts, is_experts, swiglu_limit
+from .integrations.hf_experts import find_experts, swiglu_limit
 from .integrations.routers import FUSED, fuse_routers
 
 COLUMNS = ("hf-eager", "hf", "chain", "megamoe")
 HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")  # that need no kernel from elsewhere
-# Its cost grows with every (token, expert) pair: once so many times slower than the best, it is not
-# tried at larger batches. The others may lose at one token and win at eight.
-PER_PAIR, HOPELESS = "batched_mm", 1.3
 LEFT_BEHIND = 1e9  # bytes allocated before a column begins; cuBLAS keeps some per stream
 TOKEN_SETS = 64
-SAMPLED_STEPS = 3  # for the number of touched experts
 Step = Callable[[Tensor], object]
 Say = Callable[[str], None]
 
@@ -74,7 +59,6 @@ class Options:
     attention: str
     backend: Backend
     seed: int
-    profile: bool = True  # on CUDA
     fuse_routers: bool = True  # of the megamoe column
     keep: Callable[[ColumnResult], None] = lambda result: None  # called after every cell
 
@@ -90,39 +74,34 @@ class Options:
         return torch.tensor([self.context_length - 1], device=self.device)
 
 
-@dataclasses.dataclass
-class Cell:
-    """One column at one batch size."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A column at one batch size, ready: `call(tokens)` is one step of int64 [B] tokens."""
 
-    batch: int
     implementation: str
-    time: StepTime
-    tokens_per_s: float
-    gigabytes: float  # read per step, at least
-    gigabytes_per_s: float
-    touched_experts: float  # per MoE layer and step
-    compile_s: float | None
-    capture_s: float | None
-    peak_bytes: int | None = None  # allocated by torch while this cell was made, weights included
-    host_us: float | None = None
-    share: KernelShare | None = None
-    notes: list[str] = dataclasses.field(default_factory=list)
+    call: Step
+    compile_s: float | None = None
+    capture_s: float | None = None
 
 
-@dataclasses.dataclass
-class ColumnResult:
-    name: str
-    cells: list[Cell] = dataclasses.field(default_factory=list)
-    notes: list[str] = dataclasses.field(default_factory=list)
-    error: str | None = None
-    build_s: float | None = None
-    build_peak_bytes: int | None = None
-    buckets: list[int] = dataclasses.field(default_factory=list)  # captured together
-    capture_s: float | None = None  # of all these buckets, after warm-up
+class MakeReady(Protocol):
+    def __call__(self, batch: int, implementation: str) -> Run: ...
 
 
-def run_column(name: str, options: Options, say: Say, result: ColumnResult) -> None:
-    """Build the column's model, and fill `result` cell by cell: it holds what came before a fault.
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column's model, built; `ready` compiles and captures it for a batch size."""
+
+    step: BenchStep
+    implementations: tuple[str, ...]  # of the experts; with several, the fastest counts
+    weight_bytes: int  # of one weight of an expert
+    ready: MakeReady
+
+
+@contextlib.contextmanager
+def built_column(name: str, options: Options, say: Say, result: ColumnResult) -> Iterator[Column]:
+    """Build the column's model, and say in `result` how it went. Its memory is freed by
+    `free_memory` once the caller has dropped the column.
 
     Raises:
         BackendUnavailable: the column cannot run here. Anything that a kernel or a compiler raises.
@@ -139,22 +118,8 @@ def run_column(name: str, options: Options, say: Say, result: ColumnResult) -> N
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
         model = model_without_experts(options.source, options.device, options.attention)
-        run = {
-            "hf-eager": _hf_eager,
-            "hf": _hf_best,
-            "chain": _chain,
-            "megamoe": _megamoe,
-        }[name]
-        run(model, options, say, result, start, stack)
-
-
-def free_memory(device: torch.device) -> None:
-    """Drop compiled code and cached memory of a column that is done."""
-    torch._dynamo.reset()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+        build = {"hf-eager": _hf_eager, "hf": _hf_best, "chain": _chain, "megamoe": _megamoe}[name]
+        yield build(model, options, say, result, start, stack)
 
 
 # -- columns ---------------------------------------------------------------------------------------
@@ -167,15 +132,17 @@ def _hf_eager(
     result: ColumnResult,
     start: float,
     stack: contextlib.ExitStack,
-) -> None:
+) -> Column:
     set_bf16_experts(model, options.source, options.device)
     cast(Any, model).set_experts_implementation("eager")
     step = _built(model, options, say, result, start)
-    for batch in options.batches:
-        _reset_peak(options.device)
-        touched = _touched(step, options, batch)
-        run = _eager(step, options)
-        _add(_cell(step, options, batch, "eager", run, touched, 2), options, say, result)
+    call = _with_position(step, options)
+
+    def ready(batch: int, implementation: str) -> Run:
+        reset_peak(options.device)
+        return Run(implementation, call)
+
+    return Column(step, ("eager",), 2, ready)
 
 
 def _hf_best(
@@ -185,42 +152,17 @@ def _hf_best(
     result: ColumnResult,
     start: float,
     stack: contextlib.ExitStack,
-) -> None:
+) -> Column:
     set_bf16_experts(model, options.source, options.device)
+    cast(Any, model).set_experts_implementation(HF_IMPLEMENTATIONS[0])
     step = _built(model, options, say, result, start)
-    candidates = list(HF_IMPLEMENTATIONS)
     result.notes.append("deepgemm and sonicmoe of transformers need kernels from its hub: not run")
-    for batch in options.batches:
-        cells, notes = [], []
-        for name in list(candidates):
-            cast(Any, model).set_experts_implementation(name)
-            try:
-                cell = _compiled_cell(step, options, batch, name, 2, say)
-            except Exception as error:
-                notes.append(f"{name}: {_short(error)}")
-                say(f"  batch {batch}: {notes[-1]}")
-                continue
-            cells.append(cell)
-            notes.append(f"{name}: {cell.time.median:.3f} ms")
-            say(f"  candidate: {_line(cell).strip()}")
-        if not cells:
-            raise BackendUnavailable(
-                mismatch(
-                    "experts implementations of transformers",
-                    f"one of {HF_IMPLEMENTATIONS} that runs",
-                    "; ".join(notes),
-                    "See the errors.",
-                )
-            )
-        best = min(cells, key=lambda cell: cell.time.median)
-        best.notes = notes
-        _add(best, options, say, result)
-        if any(
-            cell.implementation == PER_PAIR and cell.time.median > HOPELESS * best.time.median
-            for cell in cells
-        ):
-            candidates.remove(PER_PAIR)
-            result.notes.append(f"{PER_PAIR} not tried above batch {batch}")
+
+    def ready(batch: int, implementation: str) -> Run:
+        cast(Any, model).set_experts_implementation(implementation)
+        return _captured(step, options, batch, implementation, say)
+
+    return Column(step, HF_IMPLEMENTATIONS, 2, ready)
 
 
 def _chain(
@@ -230,7 +172,7 @@ def _chain(
     result: ColumnResult,
     start: float,
     stack: contextlib.ExitStack,
-) -> None:
+) -> Column:
     if options.device.type != "cuda":
         raise BackendUnavailable(
             mismatch("device of the chain", "cuda", options.device, "Leave the column out.")
@@ -241,8 +183,12 @@ def _chain(
         module.config._experts_implementation = name
         module.megamoe_bench_limit = swiglu_limit(module, prefix)
     step = _built(model, options, say, result, start)
-    for batch in options.batches:
-        _add(_compiled_cell(step, options, batch, "chain", 1, say), options, say, result)
+    return Column(
+        step,
+        ("chain",),
+        1,
+        lambda batch, implementation: _captured(step, options, batch, implementation, say),
+    )
 
 
 def register_chain() -> str:
@@ -277,7 +223,8 @@ def _megamoe(
     result: ColumnResult,
     start: float,
     stack: contextlib.ExitStack,
-) -> None:
+) -> Column:
+    """All buckets are compiled and captured at once: one GraphRunner serves all batch sizes."""
     from .integrations.transformers import prepare
 
     set_fp8_experts(model, options.source, options.device)
@@ -295,14 +242,13 @@ def _megamoe(
     context.warmup(options.buckets)
     result.notes.append(f"kernels warm in {time.perf_counter() - began:.1f} s, not in compile s")
     say(f"  {result.notes[-1]}")
-    touched = {batch: _touched(step, options, batch) for batch in options.batches}
     step.compile()
     compile_s: dict[int, float] = {}
     position = options.position()
     for bucket in options.buckets:
         began = time.perf_counter()
         step(options.tokens(bucket)[0], position)
-        _synchronize(options.device)
+        synchronize(options.device)
         compile_s[bucket] = time.perf_counter() - began
         say(f"  batch {bucket}: compiled in {compile_s[bucket]:.1f} s")
     runner = GraphRunner(
@@ -319,15 +265,15 @@ def _megamoe(
     result.buckets = list(options.buckets)
     say(f"  captured {len(options.buckets)} buckets in {result.capture_s:.1f} s")
     captures = {summary.bucket: summary for summary in runner.summary()}
-    for batch in options.batches:
 
-        def run(tokens: Tensor, batch: int = batch) -> object:
+    def ready(batch: int, implementation: str) -> Run:
+        def call(tokens: Tensor) -> object:
             return runner(num_tokens=batch, input_ids=tokens, position=position)
 
-        cell = _cell(step, options, batch, captures[batch].backend, run, touched[batch], 1)
-        cell.compile_s, cell.capture_s = compile_s[batch], captures[batch].capture_seconds
-        _profile(cell, run, options)
-        _add(cell, options, say, result)
+        made = captures[batch]
+        return Run(made.backend, call, compile_s[batch], made.capture_seconds)
+
+    return Column(step, ("megamoe",), 1, ready)
 
 
 def _router_note(routers: Mapping[str, str]) -> str:
@@ -350,163 +296,57 @@ def _built(
     model: nn.Module, options: Options, say: Say, result: ColumnResult, start: float
 ) -> BenchStep:
     """The step, with its cache allocated by one eager call."""
-    _synchronize(options.device)
+    synchronize(options.device)
     result.build_s = time.perf_counter() - start
     say(f"  built in {result.build_s:.1f} s")
     step = BenchStep(model, options.buckets[-1], options.context_length)
     step(options.tokens(1)[0], options.position())
-    result.build_peak_bytes = _peak(options.device)
-    _reset_peak(options.device)
+    result.build_peak_bytes = peak_bytes(options.device)
+    reset_peak(options.device)
     return step
 
 
-def _add(cell: Cell, options: Options, say: Say, result: ColumnResult) -> None:
-    result.cells.append(cell)
-    say(_line(cell))
-    options.keep(result)
-
-
-def _peak(device: torch.device) -> int | None:
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-
-
-def _reset_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def _eager(step: BenchStep, options: Options) -> Step:
+def _with_position(step: BenchStep, options: Options) -> Step:
     position = options.position()
     return lambda tokens: step(tokens, position)
 
 
-def _compiled_cell(
-    step: BenchStep, options: Options, batch: int, name: str, weight_bytes: int, say: Say
-) -> Cell:
-    """Compile the step for one batch size, capture it by hand on CUDA, and measure."""
+def _captured(step: BenchStep, options: Options, batch: int, name: str, say: Say) -> Run:
+    """Compile the step for one batch size, and capture it by hand on CUDA."""
     torch._dynamo.reset()
-    _reset_peak(options.device)
-    touched = _touched(step, options, batch)
+    reset_peak(options.device)
     step.compile()
     static, position = options.tokens(batch)[0].clone(), options.position()
     began = time.perf_counter()
     step(static, position)
-    _synchronize(options.device)
+    synchronize(options.device)
     compile_s = time.perf_counter() - began
     say(f"  batch {batch}, {name}: compiled in {compile_s:.1f} s")
     if options.device.type != "cuda":
-        cell = _cell(step, options, batch, name, _eager(step, options), touched, weight_bytes)
-        cell.compile_s = compile_s
-        return cell
+        return Run(name, _with_position(step, options), compile_s)
     began = time.perf_counter()
-    graph = _capture(lambda: step(static, position))
-    capture_s = time.perf_counter() - began
+    with torch.compiler.set_stance("fail_on_recompile"):
+        # Its outputs stay in the graph's pool: nobody reads them between replays.
+        graph = capture([lambda: step(static, position)])
+    synchronize(options.device)
 
     def replay(tokens: Tensor) -> None:
         static.copy_(tokens)
         graph.replay()
 
-    cell = _cell(step, options, batch, name, replay, touched, weight_bytes)
-    cell.compile_s, cell.capture_s = compile_s, capture_s
-    _profile(cell, replay, options)
-    return cell
+    return Run(name, replay, compile_s, time.perf_counter() - began)
 
 
-def _capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """Its outputs stay in the graph's pool: nobody reads them between replays."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with (
-        torch.compiler.set_stance("fail_on_recompile"),
-        torch.cuda.graph(graph, stream=stream),
-    ):
-        call()
-    torch.cuda.synchronize()
-    return graph
+def peak_bytes(device: torch.device) -> int | None:
+    """The most that torch has allocated there since `reset_peak`; None on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
 
 
-def _touched(step: BenchStep, options: Options, batch: int) -> float:
-    """Experts that one step touches, summed over its layers; by eager steps on the timed tokens."""
-    tokens, position = options.tokens(batch), options.position()
-    with torch.compiler.set_stance("force_eager"), counting_experts(step.model) as counts:
-        for index in range(SAMPLED_STEPS):
-            step(tokens[index], position)
-    return sum(counts) / SAMPLED_STEPS
+def reset_peak(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
 
 
-def _cell(
-    step: BenchStep,
-    options: Options,
-    batch: int,
-    implementation: str,
-    run: Step,
-    touched: float,
-    weight_bytes: int,
-) -> Cell:
-    layers = sum(map(is_experts, step.model.modules()))
-    _, hidden, intermediate = experts_shape(options.source.config)
-    expert = 3 * hidden * intermediate * weight_bytes
-    measured = time_steps(run, options.tokens(batch), options.steps, options.budget_s)
-    read = step_bytes(step, batch, touched, expert)
-    return Cell(
-        batch,
-        implementation,
-        measured,
-        tokens_per_s=batch / measured.median * 1e3,
-        gigabytes=read / 1e9,
-        gigabytes_per_s=read / 1e6 / measured.median,
-        touched_experts=touched / layers,
-        compile_s=None,
-        capture_s=None,
-        peak_bytes=_peak(options.device),
-    )
-
-
-def _profile(cell: Cell, run: Step, options: Options) -> None:
-    if options.device.type == "cuda":
-        tokens = options.tokens(cell.batch)
-        cell.host_us = host_microseconds(run, tokens)
-        if options.profile:
-            cell.share = kernel_share(run, tokens)
-
-
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _line(cell: Cell) -> str:
-    share = "" if cell.share is None else f", MoE {percent(cell.share)} of kernel time"
-    return (
-        f"  batch {cell.batch}, {cell.implementation}: {cell.time.median:.3f} ms "
-        f"(+-{cell.time.spread:.3f}), {cell.tokens_per_s:.1f} tokens/s{share}"
-    )
-
-
-def _short(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:300]}"
-
-
-def run_columns(names: Sequence[str], options: Options, say: Say) -> Iterator[ColumnResult]:
-    """Run columns one after another; each is yielded as it ends, failed ones with their error."""
-    if options.profile and options.device.type == "cuda":
-        start_profiler()
-    for name in names:
-        say(f"column {name}")
-        result = ColumnResult(name)
-        try:
-            run_column(name, options, say, result)
-        except Exception as error:  # one column's fault must not take the others' results
-            result.error = _short(error)
-            say(f"  failed: {result.error}")
-        try:
-            free_memory(options.device)
-        except Exception as error:  # a CUDA error that stays: the results so far are still good
-            result.error = result.error or _short(error)
-        yield result

@@ -1,8 +1,8 @@
 """Timing, host time and kernels of a decode step.
 
 Traps, all met before: one input set measures caches, so every timed step gets fresh random tokens;
-zeros time faster than random data; the first steps after a capture are slow. Figures compare within
-one run only.
+zeros time faster than random data; the first steps after a capture are slow; a process
+that was once profiled launches slower. Figures compare within one run only.
 """
 
 from __future__ import annotations
@@ -109,15 +109,6 @@ def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShar
     return share_of(
         [(event.name, event.time_range.elapsed_us() / 1e3) for event in events], PROFILED_REPLAYS
     )
-
-
-def start_profiler() -> None:
-    """Profile next to nothing. What a first profile leaves behind then weighs on every column."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA]):
-        torch.zeros(1, device="cuda")
-        torch.cuda.synchronize()
 
 
 def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench_columns import Cell, ColumnResult
 from .bench_measure import percent
+from .bench_results import Cell, ColumnResult
 
 TITLES = {
     "hf-eager": "transformers, eager",
@@ -25,7 +25,8 @@ LEGEND = """\
   weights once, the requests' KV cache) over ms/step. A weight of an expert is 2 bytes in hf-eager
   and hf, 1 in chain and megamoe.
 - MoE share: of the time of all kernels in a profile of replays, what lies between a router's top-k
-  and the next layer; "unknown" where these kernels were not recognized.
+  and the next layer; "unknown" where these kernels were not recognized. Profiles were made after
+  the last column was timed, on columns built again.
 - compile s: first call at this batch size, with what Inductor's caches on disk held. host us: host
   time of a replay's call. peak GB: of torch's allocator; megamoe holds the graphs of all its
   buckets, the other columns one graph.
