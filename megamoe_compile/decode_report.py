@@ -25,9 +25,17 @@ class Parity:
     first_fault: str | None = None
 
     def compare(
-        self, where: str, actual: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]
+        self,
+        where: str,
+        actual: tuple[Tensor, Tensor],
+        expected: tuple[Tensor, Tensor],
+        rows: Sequence[int] | None = None,
     ) -> None:
-        """Compare (logits [T, V], tokens [T]) of one step, T >= 1; `where` names it in a fault."""
+        """Compare (logits [T, V], tokens [T]) of one step, T >= 1.
+
+        Args:
+            where: names the step in a fault. rows: names the tokens there; default: 0 to T-1.
+        """
         for got, want in zip(actual, expected, strict=True):
             if got.shape != want.shape:
                 self._fault(f"{where}: shape {list(got.shape)}, not {list(want.shape)}")
@@ -37,8 +45,9 @@ class Parity:
         errors = (actual[0].float() - logits).abs().amax(-1) / scale
         first, second = logits.topk(2, dim=-1).values.unbind(-1)
         columns = (errors, (first - second) / scale, *(t[1] for t in (actual, expected)))
-        for row, (error, lead, token, best) in enumerate(
-            zip(*(column.tolist() for column in columns), strict=True)
+        named = range(len(logits)) if rows is None else rows
+        for row, error, lead, token, best in zip(
+            named, *(column.tolist() for column in columns), strict=True
         ):
             self.tokens += 1
             # A NaN compares false with anything: ask what holds, not what fails.
