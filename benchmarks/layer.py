@@ -100,6 +100,22 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
     return layer
 
 
+def recipe_error(y: Tensor, inputs: Inputs, layer: mm.MegaMoE, intermediate_group: int) -> float:
+    """How far `y` is from the recipe in PyTorch, as a norm relative to the recipe's."""
+    config = layer.context.config
+    want = moe_reference(
+        *inputs,
+        layer.w13,
+        layer.w13_scale,
+        layer.w2,
+        layer.w2_scale,
+        swiglu_limit=config.swiglu_limit,
+        routed_scaling_factor=config.routed_scaling_factor,
+        intermediate_group=intermediate_group,
+    ).float()
+    return float((y.float() - want).norm() / want.norm())
+
+
 def raw_calls(bench: Bench) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """DeepGEMM's own pre-dispatch and mega kernel on the context's buffer."""
     import deep_gemm
@@ -164,21 +180,10 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
     experts = int(pairs[0][0][1].unique().numel())
     per_expert = 3 * config.hidden_size * pairs[0][1].w2.shape[2]
     floor = experts * per_expert / bandwidth * 1e6
-    group = bench.context._runtime.intermediate_group  # type: ignore[union-attr]
-    (x, ids, weights), layer = pairs[0]
-    got = layer(x, ids, weights).float()
-    want = moe_reference(
-        x,
-        ids,
-        weights,
-        layer.w13,
-        layer.w13_scale,
-        layer.w2,
-        layer.w2_scale,
-        swiglu_limit=config.swiglu_limit,
-        routed_scaling_factor=config.routed_scaling_factor,
-        intermediate_group=group,
-    ).float()
+    inputs, layer = pairs[0]
+    error = recipe_error(
+        layer(*inputs), inputs, layer, bench.context.intermediate_group_for(tokens)
+    )
     return {
         "local_experts": config.num_experts,
         "tokens": tokens,
@@ -192,7 +197,7 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
         "layer/raw": times["layer"].median / times["raw"].median,
         "layer/mega": times["layer"].median / times["mega"].median,
         "layer/floor": times["layer"].median / floor,
-        "relative_error": float((got - want).norm() / want.norm()),
+        "relative_error": error,
         "experts_touched": experts,
     }
 

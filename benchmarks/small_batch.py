@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 import megamoe_compile as mm
-from benchmarks.layer import Bench, Inputs
+from benchmarks.expert_parallel_paths import same_weights
+from benchmarks.layer import Bench, Inputs, recipe_error
 from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
-from megamoe_compile.custom_ops.reference import moe_reference
 from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
 # Shape -> preset, local experts, and the aims: tokens -> most time over the floor.
@@ -73,30 +73,14 @@ def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> fl
             workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
     call(op, bench, inputs, layer, y)
     torch.cuda.synchronize()
-    want = moe_reference(
-        *inputs,
-        layer.w13,
-        layer.w13_scale,
-        layer.w2,
-        layer.w2_scale,
-        swiglu_limit=bench.config.swiglu_limit,
-        routed_scaling_factor=bench.config.routed_scaling_factor,
-        intermediate_group=INTERMEDIATE_GROUP,
-    ).float()
-    return float((y.float() - want).norm() / want.norm())
+    return recipe_error(y, inputs, layer, INTERMEDIATE_GROUP)
 
 
 def automatic(bench: Bench, buckets: Sequence[int]) -> Bench:
     """The same layers in a context that chooses, warm."""
     config = replace(bench.config, backend="auto")
     context = mm.MegaMoEContext(config, device="cuda")
-    layers = []
-    for layer in bench.layers:
-        twin = mm.MegaMoE(context)
-        for name in ("w13", "w13_scale", "w2", "w2_scale"):
-            setattr(twin, name, getattr(layer, name))
-        twin.loaded = True
-        layers.append(twin)
+    layers = [same_weights(context, layer) for layer in bench.layers]
     context.warmup(buckets)
     return Bench(config, context, layers)
 
