@@ -82,6 +82,7 @@ class Run:
     call: Step
     compile_s: float | None = None
     capture_s: float | None = None
+    memory: tuple[Tensor, ...] = ()  # what a graph reads by address, and nobody else may hold
 
 
 class MakeReady(Protocol):
@@ -334,7 +335,7 @@ def _captured(step: BenchStep, options: Options, batch: int, name: str, say: Say
         static.copy_(tokens)
         graph.replay()
 
-    return Run(name, replay, compile_s, time.perf_counter() - began)
+    return Run(name, replay, compile_s, time.perf_counter() - began, (static, position))
 
 
 def peak_bytes(device: torch.device) -> int | None:
