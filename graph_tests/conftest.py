@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,3 +99,14 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], 
     yield pool
     for made in pools.values():
         made.close()
+
+
+@pytest.fixture
+def quick_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No kernels from Inductor, where what is compared is not compiled code."""
+    compiled = torch.compile
+
+    def quick(step: Any, **settings: Any) -> Any:
+        return compiled(step, fullgraph=True, dynamic=False, backend="eager")
+
+    monkeypatch.setattr(torch, "compile", quick)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from helpers import (
 )
 from test_graph_runner import Block, Routed, make_runner, named, poison
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 import megamoe_compile as mm
 
@@ -60,6 +61,35 @@ def test_outputs_are_cut_in_any_container(block: Block) -> None:
         assert_same(got["fixed"], table)
         assert got["fixed"].data_ptr() != table.data_ptr()
         assert got["columns"].shape == (128, bucket)
+
+
+class Pair(NamedTuple):
+    y: Tensor
+    double: Tensor
+
+
+@pytest.mark.parametrize("copy", [True, False])
+def test_tuples_stay_what_they_are(block: Block, copy: bool) -> None:
+    """A plain tuple of tensors takes a shorter way than others."""
+    for nest in (tuple, list, Pair._make, lambda ys: (ys[0], None), lambda ys: (ys, 1)):
+        kinds = nest([torch.zeros(1), torch.zeros(1)])
+
+        def step(nest: Any = nest, **inputs: Tensor) -> Any:
+            y = block(**inputs)
+            return nest([y, y * 2])
+
+        runner = make_runner(step, block.experts.context, [4], copy_outputs=copy)
+        inputs = named(block.experts.context.config, 3)
+        got, expected = runner(num_tokens=3, **inputs), step(**inputs)
+        assert type(got) is type(kinds)
+        leaves, tree = pytree.tree_flatten(got)
+        wanted, nested = pytree.tree_flatten(expected)
+        assert tree == nested
+        for leaf, want in zip(leaves, wanted, strict=True):
+            if isinstance(want, Tensor):
+                assert_same(leaf, want)
+            else:
+                assert leaf == want
 
 
 def test_a_step_that_returns_its_input(block: Block) -> None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+Nest = Callable[[list[Any]], Any]
 
 
 class GraphOutputs:
@@ -28,7 +32,7 @@ class GraphOutputs:
         self._tokens_per_row = _tokens_per_row(
             {bucket: pytree.tree_leaves(output) for bucket, output in outputs.items()}, width
         )
-        self._views: dict[tuple[int, int], tuple[list[Any], pytree.TreeSpec | None]] = {}
+        self._views: dict[tuple[int, int], tuple[list[Any], Nest]] = {}
 
     def real(self, bucket: int, output: Any, num_tokens: int) -> Any:
         """The part of a call's output that num_tokens tokens made."""
@@ -37,21 +41,27 @@ class GraphOutputs:
             views = self._cut(output, num_tokens)
             if self._static:
                 self._views[bucket, num_tokens] = views
-        leaves, tree = views
+        leaves, nest = views
         if self._copy:
             leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        return leaves[0] if tree is None else pytree.tree_unflatten(leaves, tree)
+        return nest(leaves)
 
-    def _cut(self, output: Any, num_tokens: int) -> tuple[list[Any], pytree.TreeSpec | None]:
-        """The views, and how they are nested; None for a single tensor."""
-        if type(output) is Tensor:
-            leaves, tree = [output], None
-        else:
-            leaves, tree = pytree.tree_flatten(output)
+    def _cut(self, output: Any, num_tokens: int) -> tuple[list[Any], Nest]:
+        """The views, and what nests them as the output is nested."""
+        leaves, tree = pytree.tree_flatten(output)
         return [
             leaf[: num_tokens // tokens] if tokens else leaf
             for leaf, tokens in zip(leaves, self._tokens_per_row, strict=True)
-        ], tree
+        ], _nest(output, tree)
+
+
+def _nest(output: Any, tree: pytree.TreeSpec) -> Nest:
+    """pytree takes microseconds for what most steps return: a tensor, or a tuple of tensors."""
+    if type(output) is Tensor:
+        return operator.itemgetter(0)
+    if type(output) is tuple and all(type(item) is Tensor for item in output):
+        return tuple
+    return functools.partial(pytree.tree_unflatten, treespec=tree)
 
 
 def _tokens_per_row(outputs: Mapping[int, list[Any]], width: int) -> list[int]:
