@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import subprocess
+import time
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,14 @@ from checkpoint_helpers import small_config, write_checkpoint
 
 from megamoe_compile import bench_columns, bench_models, bench_passes, bench_report, cli
 from megamoe_compile.bench_columns import COLUMNS, Options
-from megamoe_compile.bench_measure import KernelShare, StepTime, share_of, step_bytes
+from megamoe_compile.bench_measure import (
+    HostTime,
+    KernelShare,
+    StepTime,
+    host_time,
+    share_of,
+    step_bytes,
+)
 from megamoe_compile.bench_models import (
     CheckpointSource,
     RandomSource,
@@ -190,10 +198,24 @@ def test_share_of_kernels() -> None:
     assert share.kernel_ms == pytest.approx(33.0)
     assert share.kernels == 19
     assert share.moe_block == pytest.approx(8 / 33)  # 4 in each of two layers
-    assert share.largest[0] == ("lm_head", pytest.approx(7.0), 1)
-    assert {name: count for name, _, count in share.largest}["mega"] == 2
+    assert share.rows[0] == ("lm_head", pytest.approx(7.0), 1)
+    assert {name: count for name, _, count in share.rows}["mega"] == 2
     assert share_of([("a", 1.0), ("b", 1.0)], 1).moe_block is None
     assert share_of([], 3).moe_block is None
+
+
+def test_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is waited for before each call, outside of its time."""
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: time.sleep(0.01))
+    seen: list[int] = []
+
+    def step(tokens: torch.Tensor) -> None:
+        seen.append(int(tokens[0]))
+        time.sleep(0.004 if len(seen) == 2 else 0.0)
+
+    got = host_time(step, torch.arange(6).view(3, 2), calls=5)
+    assert seen == [0, 2, 4, 0, 2]
+    assert 0 < got.least <= got.median < 4e3
 
 
 # -- columns and reports ---------------------------------------------------------------------------
@@ -297,8 +319,8 @@ def test_hf_takes_the_best_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> Non
         tried.append((batch, name))
         if batch not in times[name]:
             raise RuntimeError("out of memory")
-        time = StepTime(times[name][batch], 0.1, 3)
-        return Cell(batch, name, time, 1.0, 1.0, 1.0, 1.0, None, None)
+        measured = StepTime(times[name][batch], 0.1, 3)
+        return Cell(batch, name, measured, 1.0, 1.0, 1.0, 1.0, None, None)
 
     monkeypatch.setattr(bench_passes, "_timed", stand_in)
     run = options(batches=(1, 2, 8, 32, 64), buckets=(64,))
@@ -427,6 +449,19 @@ def test_facts_are_of_this_code(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts["driver"] == facts["commit"] == "1.2"
     assert facts["transformers"] == transformers.__version__
     assert set(places) == {Path(bench_columns.__file__).parent}
+
+
+def test_the_table_has_both_host_times_and_the_largest_kernels(tmp_path: Path) -> None:
+    share = KernelShare(0.25, 20.0, 40, [(f"kernel {n}", 1.0, 2) for n in range(20)])
+    cell = Cell(8, "chain", StepTime(2.0, 0.1, 9), 4e3, 1.0, 500.0, 3.0, 1.5, 0.5)
+    cell.host, cell.share = HostTime(61.4, 48.6), share
+    bench_report.write(tmp_path / "one", {"model": "tiny"}, [ColumnResult("chain", [cell])])
+    text = (tmp_path / "one.md").read_text()
+    assert "| 25% | 500 | 1.5 | 0.5 | 61 (49) | - |" in text
+    assert "`kernel 15`" in text and "`kernel 16`" not in text
+    (column,) = json.loads((tmp_path / "one.json").read_text())["columns"]
+    assert column["cells"][0]["host"] == {"median": 61.4, "least": 48.6}
+    assert len(column["cells"][0]["share"]["rows"]) == 20
 
 
 def test_speedups_compare_equal_batches() -> None:

@@ -23,6 +23,7 @@ ROUTER = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
 NORM = re.compile(r"rsqrt", re.IGNORECASE)
 PROFILED_REPLAYS = 3
 LEAST_STEPS = 3  # a spread needs some
+NAME = 120  # characters of a kernel's name: enough to tell one from another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,13 +36,21 @@ class StepTime:
 
 
 @dataclasses.dataclass(frozen=True)
+class HostTime:
+    """Microseconds of a call on the host: the median, and the least, which nothing disturbed."""
+
+    median: float
+    least: float
+
+
+@dataclasses.dataclass(frozen=True)
 class KernelShare:
-    """Kernels of one step, from a profile of replays."""
+    """Kernels of one step, and its copies and fills by the driver, from a profile of replays."""
 
     moe_block: float | None  # fraction of all kernel time; None where no block was recognized
     kernel_ms: float  # sum of all kernels
     kernels: int
-    largest: list[tuple[str, float, int]]  # name, ms per step, launches per step
+    rows: list[tuple[str, float, int]]  # name, ms per step, launches per step; largest first
 
 
 def percent(share: KernelShare) -> str:
@@ -82,8 +91,8 @@ def time_steps(
     return StepTime(statistics.median(samples), high - low, len(samples))
 
 
-def host_microseconds(step: Callable[[Tensor], object], tokens: Tensor, calls: int = 30) -> float:
-    """Host time of one call, the median; the device is idle before each."""
+def host_time(step: Callable[[Tensor], object], tokens: Tensor, calls: int = 100) -> HostTime:
+    """Host time of one call; the device is idle before each."""
     samples = []
     rows = tokens.unbind()  # a caller has its tokens; cutting them out is no part of a step
     for index in range(calls):
@@ -93,7 +102,7 @@ def host_microseconds(step: Callable[[Tensor], object], tokens: Tensor, calls: i
         step(row)
         samples.append((time.perf_counter_ns() - start) / 1e3)
     torch.cuda.synchronize()
-    return statistics.median(samples)
+    return HostTime(statistics.median(samples), min(samples))
 
 
 def kernel_share(step: Callable[[Tensor], object], tokens: Tensor) -> KernelShare:
@@ -143,12 +152,12 @@ def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:
                 block += ms
         unfinished += inside
     all_blocks = sum(blocks) * (1 + unfinished / len(blocks)) if blocks else None
-    largest = sorted(rows.items(), key=lambda row: -row[1][0])[:16]
+    largest = sorted(rows.items(), key=lambda row: -row[1][0])
     return KernelShare(
         None if all_blocks is None or not total else all_blocks / total,
         total / replays,
         length,
-        [(name[:160], ms / replays, count // replays) for name, (ms, count) in largest],
+        [(name[:NAME], ms / replays, count // replays) for name, (ms, count) in largest],
     )
 
 

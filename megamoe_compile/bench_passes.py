@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from .bench_columns import Column, Options, Say, built_column, peak_bytes
-from .bench_measure import host_microseconds, kernel_share, percent, step_bytes, time_steps
+from .bench_measure import host_time, kernel_share, percent, step_bytes, time_steps
 from .bench_models import counting_experts, experts_shape
 from .bench_results import Cell, ColumnResult
 from .custom_ops.errors import BackendUnavailable, mismatch
@@ -160,7 +160,7 @@ def _timed(
         compile_s=run.compile_s,
         capture_s=run.capture_s,
         peak_bytes=peak_bytes(options.device),
-        host_us=host_microseconds(run.call, tokens) if on_gpu and run.capture_s else None,
+        host=host_time(run.call, tokens) if on_gpu and run.capture_s else None,
     )
 
 

@@ -17,6 +17,7 @@ TITLES = {
     "chain": "unfused FP8 chain, captured",
     "megamoe": "megamoe, captured",
 }
+LISTED_KERNELS = 16  # of each cell, in the Markdown; the JSON has all
 LEGEND = """\
 - ms/step: median of single steps; spread: their interquartile range. Each step has other tokens,
   and counts their copy and the launch. On CUDA between events, with the GPU idle before.
@@ -28,8 +29,8 @@ LEGEND = """\
   and the next layer; "unknown" where these kernels were not recognized. Profiles were made after
   the last column was timed, on columns built again.
 - compile s: first call at this batch size, with what Inductor's caches on disk held. host us: host
-  time of a replay's call. peak GB: of torch's allocator; megamoe holds the graphs of all its
-  buckets, the other columns one graph.
+  time of a replay's call, the median and in brackets the least. peak GB: of torch's allocator;
+  megamoe holds the graphs of all its buckets, the other columns one graph.
 - "-": does not apply, or was not measured.
 """
 
@@ -99,7 +100,7 @@ def table(columns: Sequence[ColumnResult]) -> str:
             f"{cell.gigabytes_per_s:.0f}",
             _number(cell.compile_s),
             _number(cell.capture_s),
-            _number(cell.host_us),
+            "-" if cell.host is None else f"{cell.host.median:.0f} ({cell.host.least:.0f})",
             "-" if cell.peak_bytes is None else f"{cell.peak_bytes / 1e9:.1f}",
         )
         lines.append("| " + " | ".join(values) + " |")
@@ -142,7 +143,7 @@ def _kernels_of(name: str, cell: Cell) -> str:
     ]
     lines += [
         f"| {ms:.3f} | {count} | `{kernel[:100].replace('|', '/')}` |"
-        for kernel, ms, count in cell.share.largest
+        for kernel, ms, count in cell.share.rows[:LISTED_KERNELS]
     ]
     return "\n".join(lines) + "\n"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .bench_measure import KernelShare, StepTime
+from .bench_measure import HostTime, KernelShare, StepTime
 
 
 @dataclasses.dataclass
@@ -21,7 +21,7 @@ class Cell:
     compile_s: float | None
     capture_s: float | None
     peak_bytes: int | None = None  # allocated by torch while this cell was made, weights included
-    host_us: float | None = None
+    host: HostTime | None = None  # of a replay
     share: KernelShare | None = None
     notes: list[str] = dataclasses.field(default_factory=list)
 
