@@ -13,7 +13,7 @@ pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]
 
 from bench_helpers import options
 
-from megamoe_compile import bench_models, bench_parity
+from megamoe_compile import bench_models, bench_parity, cli
 from megamoe_compile.bench_models import RandomSource
 from megamoe_compile.bench_parity import BF16_TOLERANCE, compare
 from megamoe_compile.bench_routing import MOST_REROUTED, REROUTED_TOLERANCE, RoutedParity
@@ -136,7 +136,41 @@ def test_few_experts_may_differ() -> None:
     parity = routed(got, want, alike=17)
     assert not parity.holds
     assert parity.fault == "2 of 38 experts differ"
+
+
+def test_parity_needs_tokens_that_took_the_same_experts() -> None:
+    """In a deep model hardly one takes the same in all layers: equal logits then say little."""
+    logits = outputs(LOGITS)[:2]
+    ids = torch.arange(200).view(2, 50, 2)  # 50 layers
+    other = ids.clone()
+    other[:, 7, 1] = 1000
+    got: Any = (*logits, ids)
+    parity = RoutedParity(0.1)
+    parity.compare("step 1", got, (*logits, other))
+    assert (parity.alike.tokens, parity.changed, parity.taken) == (0, 2, 200)
+    assert not parity.holds
+    assert parity.text().count("no token took the same experts in all layers: take fewer") == 1
     assert not RoutedParity(0.1).holds, "nothing compared is no parity"
+    parity.compare("step 2", got, got)
+    assert parity.holds
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers"),
+    [("--model deepseek-v3", 4), ("--model tiny", 2), ("--model qwen3-30b-a3b --layers 6", 6)],
+)
+def test_parity_takes_few_layers_of_a_preset(
+    asked: str, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[int] = []
+
+    def run(run: Any, *rest: Any) -> int:
+        taken.append(run.source.config.num_hidden_layers)
+        return 0
+
+    monkeypatch.setattr(bench_parity, "run_parity", run)
+    assert cli.main(["bench", *asked.split(), "--parity", "--device", "cpu"]) == 0
+    assert taken == [layers]
 
 
 @pytest.mark.usefixtures("quick_compile")

@@ -88,13 +88,15 @@ class RoutedParity:
 
     @property
     def holds(self) -> bool:
-        return self.fault is None and self.alike.holds
+        return self.fault is None
 
     @property
     def fault(self) -> str | None:
         """The first broken rule, if one is."""
         if self.changed > MOST_REROUTED * self.taken:
             return f"{self.changed} of {self.taken} experts differ"
+        if not self.alike.tokens:
+            return "no token took the same experts in all layers: take fewer layers"
         return self.alike.first_fault or self.rerouted.first_fault
 
     def as_dict(self) -> dict[str, Any]:
