@@ -39,16 +39,14 @@ import megamoe_compile as mm
 from benchmarks.expert_parallel_check import Findings, check
 from benchmarks.expert_parallel_paths import (
     GatherChain,
-    Inputs,
     Ranks,
     gather_objects,
     local_oracle,
     reduce_scatter,
-    relative_error,
-    same_weights,
     triton_context,
 )
 from benchmarks.layer import WEIGHT_SETS, Bench, plot, raw_calls
+from benchmarks.layers import Inputs, relative_error, same_weights
 from benchmarks.timing import (
     Timing,
     copy_bandwidth,

@@ -18,15 +18,12 @@ import megamoe_compile as mm
 from benchmarks.expert_parallel_paths import (
     ONE_GPU,
     GatherChain,
-    Inputs,
     Ranks,
     gather_objects,
-    relative_error,
-    same_weights,
     triton_context,
 )
+from benchmarks.layers import Inputs, recipe, relative_error, same_weights
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.reference import moe_reference
 
 SHAPE: dict[str, Any] = dict(hidden_size=512, intermediate_size=256, top_k=4)
 EXPERTS_PER_RANK = 8
@@ -117,19 +114,8 @@ class Experts:
         return x.to(device), ids.to(device), (weights / weights.sum(-1, keepdim=True)).to(device)
 
     def expected(self, inputs: Inputs, group: int) -> Tensor:
-        """One process with all experts, on this rank's rows. group: columns of a scale between the
-        GEMMs, by which paths differ."""
-        oracle, config = self._oracle, self.config
-        return moe_reference(
-            *inputs,
-            oracle.w13,
-            oracle.w13_scale,
-            oracle.w2,
-            oracle.w2_scale,
-            swiglu_limit=config.swiglu_limit,
-            routed_scaling_factor=config.routed_scaling_factor,
-            intermediate_group=group,
-        )
+        """One process with all experts, on this rank's rows; see `recipe` for the group."""
+        return recipe(inputs, self._oracle, group)
 
 
 def check(ranks: Ranks, backend: str = "auto") -> Findings:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megamoe_compile as mm
+from benchmarks.layers import Inputs, same_weights
 from megamoe_compile.custom_ops.reference import combine, dequantize_rows, expert_slots, stage
 from megamoe_compile.custom_ops.symmetric import ranks_on_my_device, this_peer
 from megamoe_compile.module import WEIGHT_NAMES
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # hidden_states, topk_ids, topk_weights
 # Their older names warn from torch 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -68,18 +67,6 @@ def gather_objects(mine: Any, group: dist.ProcessGroup) -> list[Any]:
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, mine, group=group)
     return everyone
-
-
-def same_weights(context: mm.MegaMoEContext, layer: mm.MegaMoE) -> mm.MegaMoE:
-    """A layer of another context over the same tensors: all backends read one layout."""
-    geometry, other = context.weight_geometry, layer.context.weight_geometry
-    sizes = [(g.num_rows, g.hidden_size, g.padded_intermediate_size) for g in (geometry, other)]
-    assert sizes[0] == sizes[1], f"weights of {sizes[1]} for a layer of {sizes[0]}"
-    twin = mm.MegaMoE(context)
-    for name in WEIGHT_NAMES:
-        setattr(twin, name, getattr(layer, name))
-    twin.loaded = True
-    return twin
 
 
 class GatherChain:
@@ -175,12 +162,3 @@ def local_oracle(
             intermediate_group=group,
         )
     ).float()
-
-
-def relative_error(got: Tensor, want: Tensor) -> float:
-    """Of all rows together; 0 for no rows, inf for what is not finite."""
-    norm = float(want.double().norm())
-    error = float((got.double() - want.double()).norm())
-    if not math.isfinite(error):
-        return math.inf
-    return error / norm if norm else error

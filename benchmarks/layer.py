@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megamoe_compile as mm
+from benchmarks.layers import Inputs, recipe, relative_error
 from benchmarks.timing import (
     copy_bandwidth,
     environment,
@@ -35,9 +36,7 @@ from benchmarks.timing import (
 )
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import library
-from megamoe_compile.custom_ops.reference import moe_reference
 
-Inputs = tuple[Tensor, Tensor, Tensor]
 CALLS = 16  # per graph
 WEIGHT_SETS = 4
 LINES = (("layer_us", "o-"), ("raw_us", "x--"), ("mega_us", "+:"), ("floor_us", "k:"))
@@ -98,22 +97,6 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
         setattr(layer, name, tensor)
     layer.loaded = True
     return layer
-
-
-def recipe_error(y: Tensor, inputs: Inputs, layer: mm.MegaMoE, intermediate_group: int) -> float:
-    """How far `y` is from the recipe in PyTorch, as a norm relative to the recipe's."""
-    config = layer.context.config
-    want = moe_reference(
-        *inputs,
-        layer.w13,
-        layer.w13_scale,
-        layer.w2,
-        layer.w2_scale,
-        swiglu_limit=config.swiglu_limit,
-        routed_scaling_factor=config.routed_scaling_factor,
-        intermediate_group=intermediate_group,
-    ).float()
-    return float((y.float() - want).norm() / want.norm())
 
 
 def raw_calls(bench: Bench) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -181,9 +164,7 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
     per_expert = 3 * config.hidden_size * pairs[0][1].w2.shape[2]
     floor = experts * per_expert / bandwidth * 1e6
     inputs, layer = pairs[0]
-    error = recipe_error(
-        layer(*inputs), inputs, layer, bench.context.intermediate_group_for(tokens)
-    )
+    want = recipe(inputs, layer, bench.context.intermediate_group_for(tokens))
     return {
         "local_experts": config.num_experts,
         "tokens": tokens,
@@ -197,7 +178,7 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
         "layer/raw": times["layer"].median / times["raw"].median,
         "layer/mega": times["layer"].median / times["mega"].median,
         "layer/floor": times["layer"].median / floor,
-        "relative_error": error,
+        "relative_error": relative_error(layer(*inputs), want),
         "experts_touched": experts,
     }
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 import megamoe_compile as mm
-from benchmarks.expert_parallel_paths import same_weights
-from benchmarks.layer import Bench, Inputs, recipe_error
+from benchmarks.layer import Bench
+from benchmarks.layers import Inputs, recipe, relative_error, same_weights
 from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
 from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
@@ -73,7 +73,7 @@ def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> fl
             workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
     call(op, bench, inputs, layer, y)
     torch.cuda.synchronize()
-    return recipe_error(y, inputs, layer, INTERMEDIATE_GROUP)
+    return relative_error(y, recipe(inputs, layer, INTERMEDIATE_GROUP))
 
 
 def automatic(bench: Bench, buckets: Sequence[int]) -> Bench:
