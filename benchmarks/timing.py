@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from megamoe_compile import bench_measure
 from megamoe_compile.custom_ops.graph_timing import capture
 from megamoe_compile.environment import environment as environment
 
@@ -70,16 +71,7 @@ def time_variants(
 
 def host_time(call: Callable[[], object], calls: int = 200) -> float:
     """Microseconds of host time of one call, the median; the queue is kept from filling up."""
-    import time
-
-    samples = []
-    for _ in range(calls):
-        torch.cuda.synchronize()
-        start = time.perf_counter_ns()
-        call()
-        samples.append((time.perf_counter_ns() - start) / 1000)
-    torch.cuda.synchronize()
-    return statistics.median(samples)
+    return bench_measure.host_time([call], calls).median
 
 
 def copy_bandwidth(gigabytes: float = 4.0) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -213,7 +214,8 @@ def test_host_time(monkeypatch: pytest.MonkeyPatch) -> None:
         seen.append(int(tokens[0]))
         time.sleep(0.004 if len(seen) == 2 else 0.0)
 
-    got = host_time(step, torch.arange(6).view(3, 2), calls=5)
+    rows = torch.arange(6).view(3, 2)
+    got = host_time([functools.partial(step, row) for row in rows], 5)
     assert seen == [0, 2, 4, 0, 2]
     assert 0 < got.least <= got.median < 4e3
 
@@ -386,7 +388,7 @@ def test_profiles_come_after_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(order) == {"time"}
     kept.clear()
     order.clear()
-    profile_columns(results, run, lambda text: None)
+    assert list(profile_columns(results, run, lambda text: None)) == results[1:]
     assert order == ["profile 1", "profile 2"] * 2
     assert kept == ["hf", "hf", "megamoe", "megamoe"]
     assert [result.error for result in results] == [None] * 3
@@ -406,7 +408,7 @@ def test_a_fault_of_a_profile_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench_passes, "kernel_share", broken)
     results = list(run_columns(["megamoe"], options(), lambda text: None))
-    profile_columns(results, options(), lambda text: None)
+    list(profile_columns(results, options(), lambda text: None))
     assert results[0].error == "its profile: RuntimeError: no counters"
     assert len(results[0].cells) == 1
 
@@ -417,7 +419,7 @@ def test_a_profile_of_another_kernel_is_said(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(bench_passes, "kernel_share", lambda *args: KernelShare(0.5, 1.0, 2, []))
     results = list(run_columns(["megamoe"], options(), lambda text: None))
     results[0].cells[0].implementation = "small_batch"
-    profile_columns(results, options(), lambda text: None)
+    list(profile_columns(results, options(), lambda text: None))
     assert results[0].cells[0].notes == ["profiled with reference"]
 
 

@@ -29,10 +29,10 @@ from .custom_ops.errors import mismatch
 from .environment import environment
 
 DEFAULT_BATCHES = (1, 8, 32, 64)
+DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
 # The more layers, the fewer tokens take the same experts in all of them in both models: with
 # Qwen3-30B-A3B on an H200, 58 % in 4 layers. The rest is held to a wide bound only.
 PARITY_LAYERS = 4
-DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -209,9 +209,9 @@ def run(args: argparse.Namespace) -> int:
         keep(column)
     results = list(columns.values())
     if args.profile and device.type == "cuda":
-        profile_columns(results, options, say)
+        for column in profile_columns(results, options, say):
+            keep(column)
     if args.out is not None:
-        bench_report.write(args.out, facts, results)
         try:
             bench_report.plot(args.out, facts, results)
         except ModuleNotFoundError as error:

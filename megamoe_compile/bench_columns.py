@@ -17,7 +17,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -85,10 +85,6 @@ class Run:
     memory: tuple[Tensor, ...] = ()  # what a graph reads by address, and nobody else may hold
 
 
-class MakeReady(Protocol):
-    def __call__(self, batch: int, implementation: str) -> Run: ...
-
-
 @dataclasses.dataclass(frozen=True)
 class Column:
     """A column's model, built; `ready` compiles and captures it for a batch size."""
@@ -96,7 +92,7 @@ class Column:
     step: BenchStep
     implementations: tuple[str, ...]  # of the experts; with several, the fastest counts
     weight_bytes: int  # of one weight of an expert
-    ready: MakeReady
+    ready: Callable[[int, str], Run]  # of a batch size and an implementation
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """Timing, host time and kernels of a decode step.
 
 Traps, all met before: one input set measures caches, so every timed step gets fresh random tokens;
-zeros time faster than random data; the first steps after a capture are slow; a process
-that was once profiled launches slower. Figures compare within one run only.
+zeros time faster than random data; the first steps after a capture are slow; a process that
+was once profiled launches slower. Figures compare within one run only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUTER = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
 NORM = re.compile(r"rsqrt", re.IGNORECASE)
 PROFILED_REPLAYS = 3
 LEAST_STEPS = 3  # a spread needs some
-NAME = 120  # characters of a kernel's name: enough to tell one from another
+NAME_LENGTH = 120  # characters of a kernel's name: enough to tell one from another
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,15 +91,14 @@ def time_steps(
     return StepTime(statistics.median(samples), high - low, len(samples))
 
 
-def host_time(step: Callable[[Tensor], object], tokens: Tensor, calls: int = 100) -> HostTime:
-    """Host time of one call; the device is idle before each."""
+def host_time(calls: Sequence[Callable[[], object]], count: int = 100) -> HostTime:
+    """Host time of one call; they are made in turn, `count` in all, the device idle before each."""
     samples = []
-    rows = tokens.unbind()  # a caller has its tokens; cutting them out is no part of a step
-    for index in range(calls):
-        row = rows[index % len(rows)]
+    for index in range(count):
+        call = calls[index % len(calls)]
         torch.cuda.synchronize()
         start = time.perf_counter_ns()
-        step(row)
+        call()
         samples.append((time.perf_counter_ns() - start) / 1e3)
     torch.cuda.synchronize()
     return HostTime(statistics.median(samples), min(samples))
@@ -157,7 +156,7 @@ def share_of(kernels: Sequence[tuple[str, float]], replays: int) -> KernelShare:
         None if all_blocks is None or not total else all_blocks / total,
         total / replays,
         length,
-        [(name[:NAME], ms / replays, count // replays) for name, (ms, count) in largest],
+        [(name[:NAME_LENGTH], ms / replays, count // replays) for name, (ms, count) in largest],
     )
 
 

@@ -8,13 +8,14 @@ all columns do not fit beside each other, and its code is in Inductor's cache by
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 from collections.abc import Iterator, Sequence
 
 import torch
 
-from .bench_columns import Column, Options, Say, built_column, peak_bytes
-from .bench_measure import host_time, kernel_share, percent, step_bytes, time_steps
+from .bench_columns import Column, Options, Run, Say, built_column, peak_bytes
+from .bench_measure import HostTime, host_time, kernel_share, percent, step_bytes, time_steps
 from .bench_models import counting_experts, experts_shape
 from .bench_results import Cell, ColumnResult
 from .custom_ops.errors import BackendUnavailable, mismatch
@@ -39,8 +40,11 @@ def run_columns(names: Sequence[str], options: Options, say: Say) -> Iterator[Co
         yield result
 
 
-def profile_columns(results: Sequence[ColumnResult], options: Options, say: Say) -> None:
-    """Profile every captured cell, and note its share; faults are in a column's error."""
+def profile_columns(
+    results: Sequence[ColumnResult], options: Options, say: Say
+) -> Iterator[ColumnResult]:
+    """Profile the captured cells, column after column; each is yielded as it ends, with its error
+    where one failed."""
     for result in results:
         if not result.cells or result.name == "hf-eager":
             continue
@@ -50,6 +54,7 @@ def profile_columns(results: Sequence[ColumnResult], options: Options, say: Say)
         except Exception as error:
             _fail(result, f"its profile: {_short(error)}", say)
         _free(result, options)
+        yield result
 
 
 def free_memory(device: torch.device) -> None:
@@ -142,7 +147,7 @@ def _timed(
     column: Column, options: Options, batch: int, implementation: str, touched: float
 ) -> Cell:
     run = column.ready(batch, implementation)
-    step, on_gpu = column.step, options.device.type == "cuda"
+    step = column.step
     layers = sum(map(is_experts, step.model.modules()))
     _, hidden, intermediate = experts_shape(options.source.config)
     expert = 3 * hidden * intermediate * column.weight_bytes
@@ -160,8 +165,15 @@ def _timed(
         compile_s=run.compile_s,
         capture_s=run.capture_s,
         peak_bytes=peak_bytes(options.device),
-        host=host_time(run.call, tokens) if on_gpu and run.capture_s else None,
+        host=_host(run, tokens) if options.device.type == "cuda" else None,
     )
+
+
+def _host(run: Run, tokens: torch.Tensor) -> HostTime | None:
+    """Of a replay. Its caller has the tokens: cutting them out is no part of a call."""
+    if run.capture_s is None:
+        return None
+    return host_time([functools.partial(run.call, row) for row in tokens.unbind()])
 
 
 def _touched(column: Column, options: Options, batch: int) -> float:
