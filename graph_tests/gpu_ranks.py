@@ -20,7 +20,6 @@ from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
 
 SHAPE: dict[str, Any] = dict(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
 DEVICE = "cuda:0"
-NAMES = ("hidden_states", "topk_ids", "topk_weights")
 LIMIT = 240  # seconds for one scenario on all ranks, compilations included
 KEPT: dict[str, Any] = {}  # of a rank's process, between scenarios
 
@@ -51,10 +50,6 @@ def inputs_of(rank: int, tokens: int, seed: int) -> Inputs:
     """A rank's own rows; every process can make those of any rank."""
     config = make_config(**SHAPE, max_tokens_per_rank=1)
     return random_inputs(config, tokens, seed=seed * 100 + rank, device=DEVICE)
-
-
-def named(inputs: Inputs) -> dict[str, Tensor]:
-    return dict(zip(NAMES, inputs, strict=True))
 
 
 def check(layer: mm.MegaMoE, inputs: Inputs, y: Tensor, what: str) -> None:

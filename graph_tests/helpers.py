@@ -95,6 +95,11 @@ def make_layer(context: mm.MegaMoEContext, *, seed: int = 0, **options: Any) -> 
 Inputs = tuple[Tensor, Tensor, Tensor]
 
 
+def named(inputs: Inputs) -> dict[str, Tensor]:
+    """A layer's inputs by the names of its arguments, as a runner takes them."""
+    return dict(zip(("hidden_states", "topk_ids", "topk_weights"), inputs, strict=True))
+
+
 def random_inputs(
     config: mm.MegaMoEConfig,
     tokens: int,

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Inputs, RankPool, make_config, make_layer, random_inputs
+from helpers import Inputs, RankPool, make_config, make_layer, named, random_inputs
 from torch import Tensor
 
 import megamoe_compile as mm
@@ -17,16 +17,11 @@ WORLDS = pytest.mark.parametrize("world_size", [2, 4])
 Ranks = Callable[[int], RankPool]
 SHAPE: dict[str, Any] = dict(num_experts=8, top_k=3, max_tokens_per_rank=16)
 BUCKETS = [1, 4, 8]
-NAMES = ("hidden_states", "topk_ids", "topk_weights")
 plan_of = mm.StepPlan.from_counts
 
 
 def inputs_of(rank: int, tokens: int, seed: int) -> Inputs:
     return random_inputs(make_config(**SHAPE), tokens, seed=seed * 10 + rank)
-
-
-def named(inputs: Inputs) -> dict[str, Tensor]:
-    return dict(zip(NAMES, inputs, strict=True))
 
 
 class OneProcess:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import assert_close, assert_one_sentence, assert_same, make_layer, outcome
+from helpers import assert_close, assert_one_sentence, assert_same, make_layer, named, outcome
 from step_helpers import (
     BUCKETS,
     SHAPE,
@@ -20,7 +20,6 @@ from step_helpers import (
     inputs_of,
     make_context,
     make_runner,
-    named,
     plan_of,
 )
 from torch import Tensor

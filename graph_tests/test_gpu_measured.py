@@ -19,6 +19,7 @@ from helpers import (
     assert_same,
     make_config,
     make_layer,
+    named,
     op_arguments,
     oracle,
     random_inputs,
@@ -39,7 +40,6 @@ SHAPE: dict[str, Any] = dict(
     hidden_size=512, intermediate_size=256, num_experts=16, top_k=4, max_tokens_per_rank=384
 )
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
-NAMES = ("hidden_states", "topk_ids", "topk_weights")
 
 
 class CountedTimer:
@@ -78,10 +78,6 @@ def need_two_paths(context: mm.MegaMoEContext) -> mm.MegaMoEContext:
 
 def inputs_of(layer: mm.MegaMoE, tokens: int, seed: int = 0) -> Inputs:
     return random_inputs(layer.context.config, tokens, seed=seed, device="cuda")
-
-
-def named(inputs: Inputs) -> dict[str, torch.Tensor]:
-    return dict(zip(NAMES, inputs, strict=True))
 
 
 def recipe(layer: mm.MegaMoE, inputs: Inputs, **options: Any) -> torch.Tensor:

@@ -17,10 +17,17 @@ from gpu_ranks import (
     check,
     inputs_of,
     layer_with,
-    named,
     ranks_on_one_gpu,
 )
-from helpers import RankPool, assert_close, assert_same, make_config, outcome, random_checkpoint
+from helpers import (
+    RankPool,
+    assert_close,
+    assert_same,
+    make_config,
+    named,
+    outcome,
+    random_checkpoint,
+)
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE

@@ -21,11 +21,10 @@ from gpu_ranks import (
     inputs_of,
     jitter,
     layer_with,
-    named,
     ranks_on_one_gpu,
     whole_numbers,
 )
-from helpers import RankPool, assert_close, assert_same, make_config, outcome
+from helpers import RankPool, assert_close, assert_same, make_config, named, outcome
 from torch import Tensor
 
 import megamoe_compile as mm

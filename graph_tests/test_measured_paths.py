@@ -21,6 +21,7 @@ from helpers import (
     assert_same,
     make_config,
     make_layer,
+    named,
     no_launch,
     op_arguments,
     oracle,
@@ -38,7 +39,6 @@ from megamoe_compile.custom_ops.path_choice import Decision, PathChoice, faster
 from megamoe_compile.custom_ops.small_batch_cuda import SmallBatch
 from megamoe_compile.decode_report import BucketReport, DecodeReport, Parity
 
-NAMES = ("hidden_states", "topk_ids", "topk_weights")
 SHAPE = make_config()
 
 
@@ -201,15 +201,14 @@ def test_eager_compiled_and_replayed_calls_take_the_same_path(machine: Machine) 
     with make_context() as context, torch.no_grad():
         layer = make_layer(context)
         compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend="aot_eager")
-        example = dict(zip(NAMES, random_inputs(SHAPE, 1), strict=True))
+        example = named(random_inputs(SHAPE, 1))
         runner = mm.GraphRunner(compiled, example, [1, 4, 8], context)
         runner.capture()
         for tokens in (1, 3, 4, 5, 8, 2):
             inputs = random_inputs(SHAPE, tokens, seed=tokens)
-            named = dict(zip(NAMES, inputs, strict=True))
             replayed: list[Any] = []
             launched = machine.launches_of(
-                lambda n=named, t=tokens, r=replayed: r.append(runner(num_tokens=t, **n))
+                lambda i=inputs, t=tokens, r=replayed: r.append(runner(num_tokens=t, **named(i)))
             )
             assert launched == [(context.backend_for(tokens), runner.bucket_for(tokens))]
             for call in (layer, compiled):
@@ -468,7 +467,7 @@ def test_several_ranks_take_the_mega_kernel(
 
 def test_the_summary_shows_the_choice_and_both_times(machine: Machine) -> None:
     with make_context(paths={32: "deep_gemm"}) as context:
-        example = dict(zip(NAMES, random_inputs(SHAPE, 1), strict=True))
+        example = named(random_inputs(SHAPE, 1))
         runner = mm.GraphRunner(make_layer(context), example, [1, 8, 32], context)
         runner.capture()
         rows = runner.summary()

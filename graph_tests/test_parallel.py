@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import make_config, make_layer, random_inputs, refuses
+from helpers import make_config, make_layer, named, random_inputs, refuses
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -348,14 +348,13 @@ def test_the_step_of_a_plan_is_scoped(context: mm.MegaMoEContext) -> None:
 
 def make_runner(context: mm.MegaMoEContext, **options: Any) -> Any:
     layer = make_layer(context)
-    names = ("hidden_states", "topk_ids", "topk_weights")
-    example = dict(zip(names, random_inputs(context.config, 4), strict=True))
+    example = named(random_inputs(context.config, 4))
     runner = mm.GraphRunner(layer, example, [1, 4, 8], context, **options)
     runner.capture()
 
     def call(tokens: int, **arguments: Any) -> Tensor:
         inputs = random_inputs(context.config, tokens)
-        result: Tensor = runner(**arguments, **dict(zip(names, inputs, strict=True)))
+        result: Tensor = runner(**arguments, **named(inputs))
         assert torch.equal(result, layer(*inputs))
         return result
 

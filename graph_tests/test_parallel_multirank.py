@@ -17,6 +17,7 @@ from helpers import (
     assert_same,
     make_config,
     make_layer,
+    named,
     outcome,
 )
 from step_helpers import (
@@ -29,7 +30,6 @@ from step_helpers import (
     inputs_of,
     make_context,
     make_runner,
-    named,
     plan_of,
 )
 from torch import Tensor

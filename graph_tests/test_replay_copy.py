@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_same, make_config, make_layer, outcome, random_inputs
+from helpers import assert_same, make_config, make_layer, named, outcome, random_inputs
 from torch import Tensor, nn
 
 import megamoe_compile as mm
@@ -197,20 +197,19 @@ def test_a_runner_that_hands_out_views_saves_the_copies() -> None:
             return kept[: y.shape[0]].copy_(y)
 
         def call(seed: int, **options: Any) -> tuple[Tensor, Tensor]:
-            runner = mm.GraphRunner(step, named(8), [8], context, **options)
+            runner = mm.GraphRunner(step, batch(8), [8], context, **options)
             runner.capture(progress=False)
-            return runner(num_tokens=5, **named(5, seed)), runner(num_tokens=3, **named(3, seed))
+            return runner(num_tokens=5, **batch(5, seed)), runner(num_tokens=3, **batch(3, seed))
 
-        def named(tokens: int, seed: int = 0) -> dict[str, Tensor]:
-            names = ("hidden_states", "topk_ids", "topk_weights")
-            return dict(zip(names, random_inputs(context.config, tokens, seed=seed), strict=True))
+        def batch(tokens: int, seed: int = 0) -> dict[str, Tensor]:
+            return named(random_inputs(context.config, tokens, seed=seed))
 
         first, second = call(1)
         assert first.data_ptr() != kept.data_ptr() != second.data_ptr()
-        assert_same(first, layer(*named(5, 1).values()))
+        assert_same(first, layer(*batch(5, 1).values()))
         first, second = call(1, copy_outputs=False)
         assert first.data_ptr() == second.data_ptr() == kept.data_ptr()
-        assert_same(second, layer(*named(3, 1).values()))
+        assert_same(second, layer(*batch(3, 1).values()))
         assert_same(first[:3], second)  # overwritten
 
 
@@ -276,12 +275,11 @@ def test_gpu_is_one_launch() -> None:
 
 @pytest.mark.gpu
 def test_gpu_views_are_overwritten_and_copies_are_not() -> None:
-    names = ("hidden_states", "topk_ids", "topk_weights")
     config = make_config(hidden_size=512, intermediate_size=256, num_experts=8)
     with mm.MegaMoEContext(config, device="cuda") as context:
         layer = make_layer(context)
         calls = [
-            dict(zip(names, random_inputs(config, tokens, seed=tokens, device="cuda"), strict=True))
+            named(random_inputs(config, tokens, seed=tokens, device="cuda"))
             for tokens in (5, 8, 0, 3)
         ]
         for copy, mixed in itertools.product((True, False), (True, False)):

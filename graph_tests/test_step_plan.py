@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_one_sentence, make_config, make_layer, no_launch, random_inputs, refuses
+from helpers import (
+    assert_one_sentence,
+    make_config,
+    make_layer,
+    named,
+    no_launch,
+    random_inputs,
+    refuses,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -110,8 +118,7 @@ def test_s44_a_capacity_below_requests_x_width_is_refused_before_capture() -> No
     config = make_config(max_tokens_per_rank=512)
     with mm.MegaMoEContext(config, device="cpu") as context:
         layer = make_layer(context)
-        names = ("hidden_states", "topk_ids", "topk_weights")
-        example = dict(zip(names, random_inputs(config, 6), strict=True))
+        example = named(random_inputs(config, 6))
         with no_launch(context), refuses(mm.CapacityError, "768", "at most 512"):
             mm.GraphRunner(layer, example, [6, 768], context, width=6)
 

@@ -26,6 +26,7 @@ from helpers import (
     assert_same,
     make_config,
     make_layer,
+    named,
     op_arguments,
     oracle,
     outcome,
@@ -434,13 +435,12 @@ def check_runner(device: str) -> None:
     """Buckets, replays and changed inputs; on a GPU in CUDA graphs."""
     with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY}), device=device) as context:
         layer = make_layer(context)
-        names = ("hidden_states", "topk_ids", "topk_weights")
-        example = dict(zip(names, random_inputs(context.config, 1, device=device), strict=True))
+        example = named(random_inputs(context.config, 1, device=device))
         runner = mm.GraphRunner(layer, example, [2, 4], context=context)
         runner.capture()
         for seed, tokens in enumerate((3, 1, 4, 0, 2)):
             inputs = random_inputs(context.config, tokens, seed=seed, device=device)
-            got = runner(num_tokens=tokens, **dict(zip(names, inputs, strict=True)))
+            got = runner(num_tokens=tokens, **named(inputs))
             bucket = [torch.cat([t, t.new_zeros(4, t.shape[1])])[:4] for t in inputs]
             bucket = [t[: runner.bucket_for(tokens)] for t in bucket]
             assert_same(got, layer(*bucket, num_valid=tokens)[:tokens], f"{tokens} tokens")
@@ -504,16 +504,15 @@ def run_ranks(rank: int, world_size: int, device: str) -> None:
 def replay_on_ranks(
     context: mm.MegaMoEContext, layer: mm.MegaMoE, rank: int, world_size: int
 ) -> None:
-    names = ("hidden_states", "topk_ids", "topk_weights")
     config = context.config
-    example = dict(zip(names, random_inputs(config, 1, device="cuda"), strict=True))
+    example = named(random_inputs(config, 1, device="cuda"))
     runner = mm.GraphRunner(layer, example, [2, 4], context=context)
     runner.capture()
     for seed, counts in enumerate([[3, 0], [1, 2], [4, 4], [0, 0], [2, 1]]):
         counts = (counts * world_size)[:world_size]
         plan = plan_of(counts, rank, [2, 4])
         inputs = random_inputs(config, counts[rank], seed=seed * 7 + rank, device="cuda")
-        got = runner(plan=plan, **dict(zip(names, inputs, strict=True)))
+        got = runner(plan=plan, **named(inputs))
         assert_close(got, layer(*inputs), TOLERANCE["cuda"], f"replay {counts}")
 
 

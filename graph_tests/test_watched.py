@@ -17,6 +17,7 @@ from helpers import (
     assert_one_sentence,
     make_config,
     make_layer,
+    named,
     no_launch,
     outcome,
     random_inputs,
@@ -270,10 +271,9 @@ def test_a_runner_asks_it(built: None, monkeypatch: pytest.MonkeyPatch, on_cuda:
     monkeypatch.setattr(
         graph, "builds_native_check", lambda device: devices.append(device) or on_cuda
     )
-    names = ("hidden_states", "topk_ids", "topk_weights")
     with mm.MegaMoEContext(make_config(), device="cpu") as context:
         layer = make_layer(context)
-        inputs = dict(zip(names, random_inputs(context.config, 4), strict=True))
+        inputs = named(random_inputs(context.config, 4))
         runner = mm.GraphRunner(layer, inputs, [4], context)
         assert devices == [context.device]
         runner.capture(progress=False)
@@ -289,11 +289,10 @@ def test_a_runner_asks_it(built: None, monkeypatch: pytest.MonkeyPatch, on_cuda:
 
 @pytest.mark.gpu
 def test_gpu_runner_checks_in_c() -> None:
-    names = ("hidden_states", "topk_ids", "topk_weights")
     config = make_config(hidden_size=512, intermediate_size=256, num_experts=8)
     with mm.MegaMoEContext(config, device="cuda") as context:
         layer = make_layer(context)
-        inputs = dict(zip(names, random_inputs(config, 4, device="cuda"), strict=True))
+        inputs = named(random_inputs(config, 4, device="cuda"))
         runner = mm.GraphRunner(layer, inputs, [4], context)
         runner.capture(progress=False)
         runner(num_tokens=4, **inputs)
