@@ -13,6 +13,8 @@ from typing import TypeVar
 
 import torch
 
+from .graph_fills import Instantiate
+
 Name = TypeVar("Name", bound=str)
 WARM_UP = 3  # replays of each variant: clocks rise, caches and TLBs fill
 LEAST_ROUNDS, MOST_ROUNDS = 7, 25
@@ -48,7 +50,10 @@ def time_in_turn(variants: Mapping[Name, Sequence[Callable[[], object]]]) -> dic
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+def capture(
+    calls: Sequence[Callable[[], object]],
+    instantiate: Instantiate = torch.cuda.CUDAGraph.instantiate,
+) -> torch.cuda.CUDAGraph:
     """One graph of all calls in order; each ran once before, on the capturing stream."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -56,8 +61,9 @@ def capture(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
         for call in calls:
             call()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph, stream=stream):
         for call in calls:
             call()
+    instantiate(graph)
     return graph

@@ -32,6 +32,7 @@ from .bench_results import ColumnResult
 from .bench_step import BenchStep
 from .config import Backend
 from .custom_ops.errors import BackendUnavailable, mismatch
+from .custom_ops.graph_fills import instantiator
 from .custom_ops.graph_timing import capture
 from .graph import GraphRunner
 from .integrations.hf_experts import find_experts, swiglu_limit
@@ -324,7 +325,8 @@ def _captured(step: BenchStep, options: Options, batch: int, name: str, say: Say
     began = time.perf_counter()
     with torch.compiler.set_stance("fail_on_recompile"):
         # Its outputs stay in the graph's pool: nobody reads them between replays.
-        graph = capture([lambda: step(static, position)])
+        # Its fills become kernels, as the GraphRunner's do: only the experts should differ.
+        graph = capture([lambda: step(static, position)], instantiator(options.device))
     synchronize(options.device)
 
     def replay(tokens: Tensor) -> None:

@@ -17,6 +17,7 @@ from .agreement import agreed, check_group, check_same
 from .capture_report import BucketSummary, compiled_graphs, progress_bar
 from .context import ALL_VALID, MegaMoEContext
 from .custom_ops.errors import CapacityError, NotWarmedUp, mismatch
+from .custom_ops.graph_fills import instantiator
 from .custom_ops.replay_copy import Write, input_copier
 from .graph_outputs import GraphOutputs
 from .step_plan import StepPlan
@@ -134,6 +135,7 @@ class GraphRunner:
         self._watched = WatchedTensors({})
         self._native_check = builds_native_check(context.device)
         self._copier = input_copier(context.num_valid)
+        self._instantiate = instantiator(context.device)
         self._inputs: dict[int, _Inputs] = {}  # per number of tokens, made once each
         self._on_cuda = context.device.type == "cuda"
         self.graphs_compiled = 0
@@ -231,7 +233,7 @@ class GraphRunner:
                 run_step()
         torch.cuda.current_stream(self.context.device).wait_stream(stream)
         self.context.barrier()
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with (
             torch.compiler.set_stance("fail_on_recompile"),
             torch.cuda.graph(graph, pool=pool, stream=stream),
@@ -239,6 +241,7 @@ class GraphRunner:
             output = run_step()
             # The last node gives eager calls their rows back, at no host cost.
             self.context.num_valid.fill_(ALL_VALID)
+        self._instantiate(graph)
         self.context.barrier()
 
         def replay() -> Any:
