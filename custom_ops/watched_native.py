@@ -17,6 +17,17 @@ class _Watched(ctypes.Structure):
         ("owner", ctypes.py_object),
         ("key", ctypes.py_object),
         ("address", ctypes.c_void_p),
+        ("found", ctypes.c_void_p),  # C++ alone reads it
+    ]
+
+
+class _Watch(ctypes.Structure):
+    """MegaMoEWatch of csrc/watched.cpp, field by field."""
+
+    _fields_ = [
+        ("entries", ctypes.POINTER(_Watched)),
+        ("count", ctypes.c_int64),
+        ("changes", ctypes.c_uint64),
     ]
 
 
@@ -30,7 +41,9 @@ def build_library() -> ctypes.CDLL:
     """
     built = cuda_build.build_extension("watched", ["watched.cpp"], python=True)
     library = cuda_build.load(built, ctypes.PyDLL)  # which keeps the GIL
-    library.megamoe_watched_first_moved.argtypes = (ctypes.c_void_p, ctypes.c_int64)
+    library.megamoe_watched_start.argtypes = (ctypes.c_void_p,)
+    library.megamoe_watched_start.restype = ctypes.c_bool
+    library.megamoe_watched_first_moved.argtypes = (ctypes.c_void_p, ctypes.c_bool)
     library.megamoe_watched_first_moved.restype = ctypes.c_int64
     return library
 
@@ -40,12 +53,19 @@ class NativeWatch:
 
     Args:
         entries: dictionary, key and `data_ptr()` of each.
+
+    Attributes:
+        watches: whether the interpreter tells of changes of the dictionaries (Python 3.12 and
+            later), so that entries need not be looked up before one changes.
     """
 
     def __init__(self, entries: Sequence[tuple[dict[str, Any], str, int]]) -> None:
+        library = build_library()
         self._entries = (_Watched * len(entries))(*(_Watched(*entry) for entry in entries))
-        self._arguments = ctypes.addressof(self._entries), len(entries)
-        self._first_moved = build_library().megamoe_watched_first_moved
+        self._watch = _Watch(self._entries, len(entries))
+        self.watches: bool = library.megamoe_watched_start(ctypes.addressof(self._watch))
+        self._arguments = ctypes.addressof(self._watch), self.watches
+        self._first_moved = library.megamoe_watched_first_moved
 
     def first_moved(self) -> int:
         """The index of the first entry that is missing, no tensor, or elsewhere; -1 for none.

@@ -110,10 +110,20 @@ def shift(owner: dict[str, Any], key: str) -> None:
     owner[key].data = owner[key].data.flatten()[1:]  # in the same storage
 
 
+def swap(owner: dict[str, Any], key: str) -> None:
+    """The object stays, its insides are another's."""
+    other = owner[key].detach().clone()
+    torch.utils.swap_tensors(
+        owner[key], nn.Parameter(other) if isinstance(owner[key], nn.Parameter) else other
+    )
+
+
 CHANGES: dict[str, Callable[[dict[str, Any], str], object]] = {
     "replaced": replace,
     "moved": move,
     "shifted": shift,
+    "swapped": swap,
+    "freed": lambda owner, key: owner[key].untyped_storage().resize_(0),
     "removed": dict.pop,
     "None": lambda owner, key: owner.update({key: None}),
     "no data": lambda owner, key: owner.update({key: owner[key].to("meta")}),
@@ -197,6 +207,112 @@ def test_what_is_no_tensor_with_data_is_only_different(built: None) -> None:
         assert NativeWatch([(owner, "key", tensor.data_ptr()), entry]).first_moved() == 1
 
 
+# -- looked up once, where the interpreter tells of changes ----------------------------------------
+
+TELLS = sys.version_info >= (3, 12)
+
+
+def looks_up(watch: NativeWatch) -> bool:
+    """Whether the next check reads the dictionaries: it would miss a key that is not there."""
+    key = watch._entries[0].key
+    watch._entries[0].key = "not there"
+    moved = watch.first_moved()
+    watch._entries[0].key = key
+    assert moved in (-1, 0)
+    return moved == 0
+
+
+def watched_tensors(count: int = 3) -> tuple[dict[str, Any], NativeWatch]:
+    owner: dict[str, Any] = {f"key {place}": torch.zeros(3) for place in range(count)}
+    return owner, NativeWatch([(owner, key, t.data_ptr()) for key, t in owner.items()])
+
+
+def test_entries_are_looked_up_until_they_were_all_found(built: None) -> None:
+    owner, watch = watched_tensors()
+    assert watch.watches == TELLS and looks_up(watch)
+    assert watch.first_moved() == -1 and looks_up(watch) == (not TELLS)
+    last = owner.pop("key 2")
+    for _ in range(2):
+        assert watch.first_moved() == 2 and looks_up(watch)
+    owner["key 2"] = last
+    assert looks_up(watch) and watch.first_moved() == -1 and looks_up(watch) == (not TELLS)
+    owner["key 1"].data = torch.ones(3)  # no change of the dictionary
+    assert watch.first_moved() == 1 and watch.first_moved() == 1
+
+
+DICT_CHANGES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "set": lambda owner: owner.__setitem__("key 1", torch.ones(3)),
+    "delete": lambda owner: owner.__delitem__("key 1"),
+    "pop": lambda owner: owner.pop("key 1"),
+    "popitem": dict.popitem,
+    "clear": dict.clear,
+    "update": lambda owner: owner.update({"key 1": torch.ones(3)}),
+    "or": lambda owner: owner.__ior__({"key 1": torch.ones(3)}),
+    "set by a class": lambda owner: dict.__setitem__(owner, "key 0", None),
+    "clear and fill": lambda owner: (owner.clear(), owner.update({"key 0": 1})),
+    "grow and set": lambda owner: (
+        owner.update({str(place): place for place in range(100)}),
+        owner.update({"key 1": torch.ones(3)}),
+    ),
+}
+
+
+@pytest.mark.parametrize("change", DICT_CHANGES)
+@pytest.mark.parametrize("attribute", [False, True])
+def test_no_change_of_a_dictionary_is_missed(built: None, change: str, attribute: bool) -> None:
+    owner, watch = watched_tensors()
+    if attribute:  # of an object, whose values Python may keep without a dictionary
+        holder = nn.Module()
+        holder._parameters = owner
+        owner = holder._parameters
+    assert watch.first_moved() == watch.first_moved() == -1
+    kept = list(owner.values())  # so that no address is given to another
+    DICT_CHANGES[change](owner)
+    assert watch.first_moved() >= 0
+    del kept
+
+
+def test_setdefault_fills_what_was_removed(built: None) -> None:
+    owner, watch = watched_tensors()
+    tensor = owner.pop("key 1")
+    assert watch.first_moved() == 1
+    owner.setdefault("key 1", tensor)
+    assert watch.first_moved() == watch.first_moved() == -1
+
+
+def test_watches_of_the_same_dictionary_do_not_disturb_each_other(built: None) -> None:
+    owner, first = watched_tensors()
+    second = NativeWatch([(owner, "key 0", owner["key 0"].data_ptr())])
+    assert first.first_moved() == second.first_moved() == -1
+    del second
+    gc.collect()
+    assert looks_up(first) == (not TELLS)
+    kept = owner["key 0"]
+    owner["key 0"] = torch.ones(3)
+    assert first.first_moved() == 0
+    owner["key 0"] = kept
+    assert first.first_moved() == -1
+
+
+def test_another_object_of_the_same_memory_is_held_from_then_on(built: None) -> None:
+    owner, watch = watched_tensors()
+    assert watch.first_moved() == -1
+    owner["key 0"] = owner["key 0"].view(3)  # the object before is freed
+    gc.collect()
+    assert looks_up(watch) and watch.first_moved() == -1
+    assert watch._entries[0].found == id(owner["key 0"])
+    owner["key 0"].data = torch.ones(3)
+    assert watch.first_moved() == 0
+
+
+def test_what_cannot_be_watched_is_looked_up(built: None) -> None:
+    owner, _ = watched_tensors()
+    mixed: list[Any] = [([], "key", 0), (owner, "key 0", owner["key 0"].data_ptr())]
+    watch = NativeWatch(mixed)
+    assert not watch.watches
+    assert watch.first_moved() == watch.first_moved() == 0 and looks_up(watch)
+
+
 def test_references_are_held_and_given_back(built: None) -> None:
     owner: dict[str, Any] = {"key": torch.zeros(3)}
     key = "a key of its own"[:8]
@@ -226,7 +342,8 @@ def test_a_model_that_refers_to_its_watch_is_collected(native: bool) -> None:
 
 
 def test_the_layout_is_that_of_c() -> None:
-    assert ctypes.sizeof(watched_native._Watched) == 24  # asserted there too
+    sizes = ctypes.sizeof(watched_native._Watched), ctypes.sizeof(watched_native._Watch)
+    assert sizes == (32, 24)  # asserted there too
 
 
 def test_only_cuda_builds_it(monkeypatch: pytest.MonkeyPatch) -> None:
