@@ -43,6 +43,11 @@ class MegaMoEContext:
     Construction is collective over `group`: every rank builds it at the same point of the program
     with the same config, and all of them succeed or raise. No call allocates symmetric memory.
 
+    Launches of two contexts on one GPU have to follow each other, on one stream or ordered by
+    events. The blocks of a launch wait for each other, and two launches side by side may each hold
+    SMs that the other waits for, for ever. Contexts whose `num_sms` fit into the GPU together may
+    overlap.
+
     Args:
         config: the geometry. group: the expert-parallel process group; None means one rank.
         device: where the layers run; default: the current CUDA device if there is one, else CPU.
