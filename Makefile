@@ -49,7 +49,7 @@ check: $(call installed,hf+test$(triton)+dev)
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-	$(RUN) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror csrc/*
+	$(RUN) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror csrc/*/*
 
 # The + between extras is a comma that make does not take for one.
 $(VENV)/.installed-%: pyproject.toml .ci/setup $(again)

@@ -55,10 +55,10 @@ from benchmarks.timing import (
     time_variants,
     write_results,
 )
+from megamoe_compile.commands.decode.ranks import number_of_ranks, run_ranks, under_torchrun
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
-from megamoe_compile.decode_ranks import number_of_ranks, run_ranks, under_torchrun
-from megamoe_compile.presets import PRESETS
+from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
+from megamoe_compile.models.presets import PRESETS
 
 MODELS = ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v3", "glm-5"]
 TOKENS = [1, 2, 4, 8, 16, 32, 64, 128, 512]

@@ -16,8 +16,13 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from benchmarks.layers import Inputs, same_weights
-from megamoe_compile.custom_ops.reference import combine, dequantize_rows, expert_slots, stage
-from megamoe_compile.custom_ops.symmetric import ranks_on_my_device, this_peer
+from megamoe_compile.custom_ops.reference.recipe import (
+    combine,
+    dequantize_rows,
+    expert_slots,
+    stage,
+)
+from megamoe_compile.custom_ops.symmetric.memory import ranks_on_my_device, this_peer
 from megamoe_compile.module import WEIGHT_NAMES
 
 # Their older names warn from torch 2.13 on.

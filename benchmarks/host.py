@@ -18,7 +18,7 @@ import megamoe_compile as mm
 from benchmarks.layer import Bench, raw_calls
 from benchmarks.timing import host_time, markdown
 from megamoe_compile.custom_ops import library
-from megamoe_compile.custom_ops.replay_copy import TorchInputCopier
+from megamoe_compile.custom_ops.cuda.replay_copy import TorchInputCopier
 
 CALLS = 1000
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe_compile.custom_ops.pre_dispatch import (
+from megamoe_compile.custom_ops.staging.pre_dispatch import (
     PreDispatch,
     Routing,
     StagingBuffer,

@@ -24,7 +24,7 @@ import megamoe_compile as mm
 from benchmarks.layer import Bench
 from benchmarks.layers import Inputs, recipe, relative_error, same_weights
 from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
-from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP, SmallBatch, Tuning
+from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
 # Shape -> preset, local experts, and the aims: tokens -> most time over the floor.
 SHAPES: dict[str, tuple[str, int, dict[int, float]]] = {

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from megamoe_compile import bench_measure
-from megamoe_compile.custom_ops.graph_timing import capture
-from megamoe_compile.environment import environment as environment
+from megamoe_compile.commands.bench import measure as bench_measure
+from megamoe_compile.commands.environment import environment as environment
+from megamoe_compile.custom_ops.cuda.timing import capture
 
 
 @dataclass(frozen=True)

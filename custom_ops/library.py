@@ -16,15 +16,12 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from .errors import CapacityError, ContextClosed, MegaMoEError, mismatch
-
-if TYPE_CHECKING:
-    from .fused_moe_native import NativeLaunch
 
 NAMESPACE = "megamoe"
 
@@ -59,6 +56,14 @@ class Runtime(Protocol):
         """Write every row of `out` [T, H] and add one to `launch_count`."""
 
 
+class NativeEntry(Protocol):
+    """What launches a runtime's common calls from C++: see `deep_gemm/native.py`."""
+
+    def enter(self, context_id: int, layout_version: int) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 # The one table of the project: context_id -> runtime, weak, so that a context alone decides how
 # long its buffer lives. An id is never used twice: a graph compiled for a closed context must
 # raise, not run on a stranger's buffer. `importlib.reload` keeps the table.
@@ -70,7 +75,7 @@ if "_RUNTIMES" not in globals():
 def register_runtime(
     runtime: Runtime,
     w13_shape: tuple[int, ...] | None = None,
-    native: NativeLaunch | None = None,
+    native: NativeEntry | None = None,
 ) -> int:
     """Enter `runtime` into the table and return its `context_id`.
 
@@ -388,7 +393,7 @@ def _define() -> torch.library.Library:
         )
     library = torch.library.Library(NAMESPACE, "DEF")
     library.define(SCHEMA, tags=(torch.Tag.needs_exact_strides, torch.Tag.pt2_compliant_tag))
-    # Every device's kernel, but for CUDA calls that csrc/fused_moe.cpp takes.
+    # Every device's kernel, but for CUDA calls that csrc/deep_gemm/fused_moe.cpp takes.
     library.impl("fused_moe", _fused_moe, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{NAMESPACE}::fused_moe", _fused_moe_fake, lib=library)
     return library

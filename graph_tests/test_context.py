@@ -87,7 +87,7 @@ def test_probe_never_raises_whatever_fails_inside(monkeypatch: pytest.MonkeyPatc
     def broken(*args: Any) -> Any:
         raise OSError("driver gone")
 
-    monkeypatch.setattr("megamoe_compile.capability._decide", broken)
+    monkeypatch.setattr("megamoe_compile.backends.capability._decide", broken)
     verdict = mm.probe(make_config(), "cpu")
     assert verdict.backend is None
     assert "driver gone" in verdict.reason

@@ -23,7 +23,7 @@ from benchmarks.expert_parallel_paths import GatherChain
 from benchmarks.expert_parallel_paths import Ranks as Place
 from benchmarks.timing import Timing
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.presets import PRESETS
+from megamoe_compile.models.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parent.parent
 PATHS = {"eager", "compiled", "runner", "chain"}

@@ -511,7 +511,7 @@ print("compilations", warm, len(log.read_text().splitlines()) - warm)
 
 def test_no_compiler_runs_after_warm_up(tmp_path: Path) -> None:
     """S23, S24: counted through a compiler that writes a line per run, from an empty cache."""
-    from megamoe_compile.custom_ops.cuda_build import find_nvcc
+    from megamoe_compile.custom_ops.cuda.build import find_nvcc
 
     log, fake = tmp_path / "log", tmp_path / "nvcc"
     log.touch()

@@ -30,7 +30,7 @@ from helpers import (
 )
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
+from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.multirank, pytest.mark.timeout(420)]
 

@@ -417,10 +417,13 @@ OPS = (PACKAGE / "custom_ops").resolve()
 def test_s69_a_reload_keeps_every_op() -> None:
     script = """
     import importlib, torch
-    from megamoe_compile.custom_ops import exchange, library, router_topk, unfused_chain
+    from megamoe_compile.custom_ops import library
+    from megamoe_compile.custom_ops.staging import router_topk
+    from megamoe_compile.custom_ops.symmetric import exchange
+    from megamoe_compile.custom_ops.unfused import chain
     ops = torch.ops.megamoe
     before = [ops.fused_moe, ops.gather_rows, ops.router_topk, torch.ops.megamoe_bench.unfused_moe]
-    for module in (library, exchange, router_topk, unfused_chain):
+    for module in (library, exchange, router_topk, chain):
         kept = module._LIBRARY
         importlib.reload(module)
         assert module._LIBRARY is kept, module
@@ -446,7 +449,7 @@ def test_s69_import_twice_reload_and_collect() -> None:
     op = torch.ops.megamoe.fused_moe.default
     for name in ("megamoe_compile", "megamoe_compile.custom_ops.library"):
         importlib.import_module(name)
-    for module in (library, sys.modules["megamoe_compile.custom_ops.reference"], mm):
+    for module in (library, sys.modules["megamoe_compile.custom_ops.reference.recipe"], mm):
         importlib.reload(module)
         gc.collect()
     assert torch.ops.megamoe.fused_moe.default is op

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.deep_gemm import WHEELS
+from megamoe_compile.custom_ops.deep_gemm.runtime import WHEELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -48,7 +48,8 @@ import json, sys
 from pathlib import Path
 import torch
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import cuda_build, library
+from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.cuda import build
 
 config = mm.MegaMoEConfig(
     hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8
@@ -62,8 +63,8 @@ with mm.MegaMoEContext(config, device="cpu") as context, torch.inference_mode():
     y = layer(torch.randn(3, 256).bfloat16(), ids, torch.full((3, 2), 0.5))
 print(json.dumps({
     "files": sorted({str(Path(m.__file__).parent) for m in (mm, library)}),
-    "csrc": str(cuda_build.CSRC),
-    "sources": sorted(p.name for p in cuda_build.CSRC.glob("*.cu")),
+    "csrc": str(build.CSRC),
+    "sources": sorted(p.name for p in build.CSRC.rglob("*.cu")),
     "finite": bool(y.isfinite().all()),
     "zero_row": bool((y[2] == 0).all()) and not bool((y[0] == 0).all()),
 }))
@@ -91,7 +92,11 @@ def python_files(folder: str) -> set[str]:
 def expected_files() -> set[str]:
     library = {f"megamoe_compile/{name}" for name in python_files("megamoe_compile")}
     ops = {f"megamoe_compile/custom_ops/{name}" for name in python_files("custom_ops")}
-    csrc = {f"megamoe_compile/csrc/{file.name}" for file in (ROOT / "csrc").iterdir()}
+    csrc = {
+        f"megamoe_compile/csrc/{file.relative_to(ROOT / 'csrc')}"
+        for file in (ROOT / "csrc").rglob("*")
+        if file.is_file()
+    }
     return library | ops | csrc | {"megamoe_compile/py.typed"}
 
 

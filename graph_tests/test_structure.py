@@ -16,40 +16,54 @@ MAX_LINES = {"library": 520, "benchmarks": 520, "csrc": 600, "graph_tests": 700}
 LIBRARY = "megamoe_compile"
 OPS = f"{LIBRARY}.custom_ops"
 
-# A module imports only modules of lower levels. A module that is not named here is above them all.
-LEVELS = {
-    "presets": 0,
-    "config": 1,
-    "capability": 2,
-    "weights": 2,
-    "backends": 3,
-    "agreement": 0,
-    "step_settings": 1,
-    "step_plan": 2,
-    "parallel": 3,
-    "paths": 4,
-    "context": 5,
-    "module": 6,
-    "watched": 0,
-    "capture_report": 0,
-    "graph_outputs": 0,
-    "graph": 7,
+# Rooms from the ground up: a room imports only rooms before it, and files of its own. A file that
+# is named stands in the room of its own; docs/design.md draws the same order.
+ROOMS = (
+    f"{OPS}.errors",
+    f"{OPS}.library",
+    f"{OPS}.cuda",
+    f"{OPS}.reference",
+    f"{OPS}.symmetric",
+    f"{OPS}.staging",
+    f"{OPS}.small_batch",
+    f"{OPS}.deep_gemm",
+    f"{OPS}.triton",
+    f"{OPS}.unfused",
+    f"{OPS}.paths",
+    f"{LIBRARY}.errors",
+    f"{LIBRARY}.version",
+    f"{LIBRARY}.models",
+    f"{LIBRARY}.config",
+    f"{LIBRARY}.weights",
+    f"{LIBRARY}.parallel",
+    f"{LIBRARY}.backends",
+    f"{LIBRARY}.context",
+    f"{LIBRARY}.module",
+    f"{LIBRARY}.capture",
+    f"{LIBRARY}.engines",
+    f"{LIBRARY}.integrations",
+    f"{LIBRARY}.commands",
+)
+# These hold one engine or one command each, and only what is named may be imported by another.
+INNER = {
+    f"{LIBRARY}.engines": ("seam", "transformers"),
+    f"{LIBRARY}.commands": ("environment", "plan", "doctor", "decode", "bench", "cli"),
 }
 # The only files that may import these, at whatever level.
 OWNERS = {
-    "deep_gemm": {"custom_ops/deep_gemm.py"},
-    "tvm_ffi": {"custom_ops/deep_gemm.py"},
-    "matplotlib": {"megamoe_compile/bench_report.py"},
+    "deep_gemm": {"custom_ops/deep_gemm/runtime.py"},
+    "tvm_ffi": {"custom_ops/deep_gemm/runtime.py"},
+    "matplotlib": {"megamoe_compile/commands/bench/report.py"},
 }
 # Files whose code runs at construction or as a command, and may read the environment.
 READS_ENVIRONMENT = {
-    "custom_ops/cuda_build.py",
-    "custom_ops/deep_gemm.py",
-    "custom_ops/deep_gemm_check.py",
-    "custom_ops/symmetric.py",
-    "megamoe_compile/decode.py",
-    "megamoe_compile/decode_ranks.py",
-    "megamoe_compile/doctor.py",
+    "custom_ops/cuda/build.py",
+    "custom_ops/deep_gemm/runtime.py",
+    "custom_ops/deep_gemm/check.py",
+    "custom_ops/symmetric/memory.py",
+    "megamoe_compile/commands/decode/command.py",
+    "megamoe_compile/commands/decode/ranks.py",
+    "megamoe_compile/commands/doctor.py",
 }
 
 
@@ -68,26 +82,13 @@ def name_of(file: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def type_checking_nodes(tree: ast.Module) -> set[ast.AST]:
-    return {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for statement in node.body
-        for inner in ast.walk(statement)
-    }
-
-
 def imports_of(file: Path) -> Iterator[str]:
-    """Dotted names that `file` imports anywhere, but for annotations only."""
+    """Dotted names that `file` imports anywhere, for annotations too."""
     tree = ast.parse(file.read_text())
-    skipped = type_checking_nodes(tree)
     package = name_of(file).split(".")
     if file.name != "__init__.py":
         package = package[:-1]
     for node in ast.walk(tree):
-        if node in skipped:
-            continue
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -101,55 +102,83 @@ def imports_of(file: Path) -> Iterator[str]:
             yield from (name if name in known else target for name in modules)
 
 
-def level(module: str) -> int:
-    parts = module.removeprefix(LIBRARY).strip(".").split(".")
-    return LEVELS.get(parts[0], max(LEVELS.values()) + 1)
+def room_of(module: str) -> str:
+    return max((r for r in ROOMS if f"{module}.".startswith(f"{r}.")), key=len, default=module)
 
 
-def test_the_files_are_found() -> None:
+def graph() -> dict[str, set[str]]:
+    """Which modules each module imports; the fronts of the library, which import all, left out."""
+    return {
+        name_of(file): {t for t in imports_of(file) if f"{t}.".startswith(f"{LIBRARY}.")}
+        for file in library_files()
+        if name_of(file) not in (LIBRARY, OPS, f"{LIBRARY}.__main__")
+    }
+
+
+def test_every_file_has_a_room() -> None:
     names = set(map(name_of, library_files()))
-    assert {LIBRARY, f"{OPS}.library", f"{LIBRARY}.graph"} <= names
-    known = {name.split(".")[1] for name in names if name.count(".") == 1}
-    assert set(LEVELS) - {"backends"} <= known, "LEVELS names a module that is gone"
+    assert {LIBRARY, f"{OPS}.library", f"{LIBRARY}.capture.runner"} <= names
+    homeless = {name for name in graph() if room_of(name) not in ROOMS}
+    assert not homeless, "put it into a package, and a package into ROOMS"
+    assert {room for room in ROOMS if not any(room_of(n) == room for n in names)} == set()
 
 
 def test_ops_are_a_leaf() -> None:
-    for file in library_files():
-        for target in imports_of(file) if name_of(file).startswith(OPS) else ():
-            inside = target == LIBRARY or target.startswith(f"{LIBRARY}.")
-            assert not inside or target.startswith(OPS), f"{file} imports {target}"
+    for name, targets in graph().items():
+        for target in targets if name.startswith(OPS) else ():
+            assert target.startswith(OPS), f"{name} imports {target}"
 
 
-def test_library_imports_point_down() -> None:
+def test_rooms_import_only_rooms_below() -> None:
+    order = {room: number for number, room in enumerate(ROOMS)}
     wrong = [
-        f"{name_of(file)} (level {level(name_of(file))}) imports {target} (level {level(target)})"
-        for file in library_files()
-        if not name_of(file).startswith(OPS) and file.name != "__init__.py"
-        for target in imports_of(file)
-        if target.startswith(f"{LIBRARY}.")
-        and not target.startswith(OPS)
-        and level(name_of(file)) <= max(LEVELS.values())
-        and level(target) >= level(name_of(file))
-        and (name_of(file), target) != (f"{LIBRARY}.config", f"{LIBRARY}.hf_config")  # at the call
+        f"{name} imports {target}"
+        for name, targets in graph().items()
+        for target in targets
+        if order[room_of(target)] > order[room_of(name)]
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", INNER)
+def test_inner_packages_are_in_order(package: str) -> None:
+    order = INNER[package]
+
+    def place(module: str) -> int:
+        return order.index(module.removeprefix(f"{package}.").split(".")[0])
+
+    inside = {name: targets for name, targets in graph().items() if name.startswith(f"{package}.")}
+    wrong = [
+        f"{name} imports {target}"
+        for name, targets in inside.items()
+        for target in targets
+        if target.startswith(f"{package}.") and place(target) > place(name)
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_no_import_cycle() -> None:
-    """Also for what LEVELS does not name, and for imports inside functions."""
-    graph = {name_of(file): set(imports_of(file)) for file in library_files()}
-    graph.pop(LIBRARY)
+    """Among the files, for annotations and inside functions too."""
+    imports = graph()
     done: set[str] = set()
 
     def visit(name: str, path: tuple[str, ...]) -> None:
         assert name not in path, "cycle: " + " -> ".join([*path[path.index(name) :], name])
-        if name in graph and name not in done:
-            for target in graph[name]:
+        if name in imports and name not in done:
+            for target in imports[name]:
                 visit(target, (*path, name))
             done.add(name)
 
-    for name in graph:
+    for name in imports:
         visit(name, ())
+
+
+def test_the_order_is_the_drawn_one() -> None:
+    """docs/design.md draws the rooms of the library; every arrow it draws points down here."""
+    text = (ROOT / "docs" / "design.md").read_text()
+    drawn = [line.split()[0] for line in text.split("```")[1].splitlines() if line.strip()]
+    rooms = [room.removeprefix(f"{OPS}.").removeprefix(f"{LIBRARY}.") for room in reversed(ROOMS)]
+    assert drawn == rooms
 
 
 @pytest.mark.parametrize("package", OWNERS)
@@ -195,7 +224,7 @@ def test_import_is_light() -> None:
     script = """
 import json, sys
 import megamoe_compile, torch
-import megamoe_compile.cli
+import megamoe_compile.commands.cli
 names = ("transformers", "triton", "deep_gemm", "tvm_ffi", "matplotlib", "torch._inductor")
 print(json.dumps({
     "loaded": [name for name in names if name in sys.modules],

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import megamoe_compile as mm
 from megamoe_compile import weights as weights_module
-from megamoe_compile.custom_ops.reference import (
+from megamoe_compile.custom_ops.reference.recipe import (
     FP8,
     deinterleave_gate_up,
     dequantize_blocks,

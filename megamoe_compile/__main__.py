@@ -1,6 +1,6 @@
 """`python -m megamoe_compile`, the same as `megamoe`."""
 
-from .cli import main
+from .commands.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

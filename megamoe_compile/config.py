@@ -7,8 +7,8 @@ import math
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from .custom_ops.errors import mismatch
-from .presets import PRESETS
+from .errors import mismatch
+from .models.presets import PRESETS
 
 Backend = Literal["auto", "deep_gemm", "triton", "reference"]
 OverCapacity = Literal["error", "chunk"]
@@ -137,7 +137,7 @@ class MegaMoEConfig:
             max_tokens_per_rank: see the class.
             changes: fields to override.
         """
-        from .hf_config import moe_shape  # the names of Hugging Face fields live there
+        from .models.hf_config import moe_shape  # the names of Hugging Face fields live there
 
         shape = moe_shape(source if not isinstance(source, str | Path) else Path(source))
         return cls(**{**shape, "max_tokens_per_rank": max_tokens_per_rank, **changes})

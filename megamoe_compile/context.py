@@ -10,29 +10,28 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from .backends import intermediate_alignment, make_runtime
-from .capability import Capability, probe
+from .backends.capability import Capability, probe
+from .backends.paths import add_small_batch, check_paths
+from .backends.runtimes import intermediate_alignment, make_runtime
 from .config import MegaMoEConfig
-from .custom_ops.errors import (
+from .custom_ops.library import register_runtime
+from .custom_ops.paths.choice import Decision, PathChoice, PathName
+from .custom_ops.paths.measured import MeasuredRuntime, Weights
+from .custom_ops.triton.runtime import StepRows
+from .errors import (
     BackendUnavailable,
     CapacityError,
     ContextClosed,
     MegaMoEError,
     mismatch,
 )
-from .custom_ops.library import register_runtime
-from .custom_ops.measured import MeasuredRuntime, Weights
-from .custom_ops.path_choice import Decision, PathChoice, PathName
-from .custom_ops.triton_runtime import StepRows
-from .paths import add_small_batch, check_paths
-from .step_plan import StepPlan
-from .weights import PreparedWeights, WeightGeometry
+from .parallel.step_plan import StepPlan
+from .weights import ExpertWeights, PreparedWeights, WeightGeometry
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from .backends import AnyRuntime
-    from .module import MegaMoE
+    from .backends.runtimes import AnyRuntime
 
 ALL_VALID = 2**31 - 1  # the value of num_valid that leaves no row out
 
@@ -130,7 +129,7 @@ class MegaMoEContext:
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
         )
-        self._layers: weakref.WeakSet[MegaMoE] = weakref.WeakSet()
+        self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 
     def _agree(self, paths: Mapping[int, PathName]) -> Capability:
@@ -169,11 +168,11 @@ class MegaMoEContext:
         return self._runtime is None
 
     @property
-    def layers(self) -> list[MegaMoE]:
+    def layers(self) -> list[ExpertWeights]:
         """The live layers of this context, in the order they were made."""
         return sorted(self._layers, key=lambda layer: layer.index)
 
-    def add_layer(self, layer: MegaMoE) -> int:
+    def add_layer(self, layer: ExpertWeights) -> int:
         """Called by a new layer; returns its index."""
         self.check_open()
         index = 1 + max((known.index for known in self._layers), default=-1)

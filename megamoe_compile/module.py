@@ -6,14 +6,16 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
-from .custom_ops.errors import MegaMoEError, mismatch
 from .custom_ops.library import LAYOUT_VERSION, fused_moe
-from .step_settings import check_rows
+from .errors import MegaMoEError, mismatch
+from .parallel.step_settings import check_rows
 from .weights import (
+    WEIGHT_NAMES,
+    ExpertWeights,
     PreparedWeights,
     adopt,
     can_adopt,
@@ -21,10 +23,8 @@ from .weights import (
     write_expert,
 )
 
-WEIGHT_NAMES = ("w13", "w13_scale", "w2", "w2_scale")
 
-
-class MegaMoE(nn.Module):
+class MegaMoE(ExpertWeights):
     """The routed (and shared) experts of one layer.
 
     Args:
@@ -34,10 +34,6 @@ class MegaMoE(nn.Module):
             counted in `context.invalid_id_count`.
     """
 
-    w13: Tensor
-    w13_scale: Tensor
-    w2: Tensor
-    w2_scale: Tensor
     launch_count: Tensor
     num_valid: Tensor
 
@@ -45,10 +41,7 @@ class MegaMoE(nn.Module):
         super().__init__()
         self.context = context
         self.validate = validate
-        self.loaded = False
         self.index = context.add_layer(self)
-        for name in WEIGHT_NAMES:
-            self.register_buffer(name, None)
         # Registered, not only referenced: a module's buffers have static addresses in a graph.
         self.register_buffer("launch_count", context.launch_count, persistent=False)
         self.register_buffer("num_valid", context.num_valid, persistent=False)
@@ -189,11 +182,11 @@ class MegaMoE(nn.Module):
                 and w2_scale is not None
                 and can_adopt(geometry, w13, w2)
             ):
-                self._install(adopt(w13, w13_scale, w2, w2_scale))
+                self.install(adopt(w13, w13_scale, w2, w2_scale))
                 return
             # Global experts: this rank's slice. With one rank both readings are the same.
             first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
-            prepared = self._prepared()
+            prepared = self._storage()
             for row in range(geometry.num_local_experts):
                 source = first + row
                 write_expert(
@@ -205,7 +198,7 @@ class MegaMoE(nn.Module):
                     w2[source],
                     None if w2_scale is None else w2_scale[source],
                 )
-            self._install(prepared)
+            self.install(prepared)
 
     def load_expert(
         self,
@@ -243,9 +236,9 @@ class MegaMoE(nn.Module):
         check_checkpoint(geometry, (1,), *cast(Any, tensors))
         self._refuse_own(w13, w2)
         with torch.inference_mode(False), torch.no_grad():
-            prepared = self._prepared()
+            prepared = self._storage()
             write_expert(prepared, row, geometry, w13, w13_scale, w2, w2_scale)
-            self._install(prepared)
+            self.install(prepared)
 
     def _refuse_own(self, *sources: Tensor) -> None:
         if self.loaded:
@@ -260,16 +253,11 @@ class MegaMoE(nn.Module):
                     )
                 )
 
-    def _prepared(self) -> PreparedWeights:
+    def _storage(self) -> PreparedWeights:
         """The layer's storage, or new storage to install once it is written."""
         if not self.loaded:
             return PreparedWeights.allocate(self.context.weight_geometry)
-        return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES))
-
-    def _install(self, weights: PreparedWeights) -> None:
-        for name in WEIGHT_NAMES:
-            setattr(self, name, getattr(weights, name))
-        self.loaded = True
+        return self.prepared
 
     def get_extra_state(self) -> dict[str, Any]:
         """Goes with state_dict: the layout that the saved weights are in, and whose they are."""
@@ -298,7 +286,7 @@ class MegaMoE(nn.Module):
         saved = {n: state_dict[prefix + n] for n in WEIGHT_NAMES if prefix + n in state_dict}
         if len(saved) == len(WEIGHT_NAMES):
             with torch.inference_mode(False):
-                prepared = self._prepared()
+                prepared = self._storage()
             for name, got in saved.items():
                 own = getattr(prepared, name)
                 if got.shape != own.shape or got.dtype != own.dtype:
@@ -310,7 +298,7 @@ class MegaMoE(nn.Module):
                             "Load the original checkpoint.",
                         )
                     )
-            self._install(prepared)
+            self.install(prepared)
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .config import BLOCK, MegaMoEConfig
-from .custom_ops.errors import mismatch
-from .custom_ops.reference import FP8, interleave_gate_up, quantize_blocks
+from .custom_ops.reference.recipe import FP8, interleave_gate_up, quantize_blocks
+from .errors import mismatch
 
+WEIGHT_NAMES = ("w13", "w13_scale", "w2", "w2_scale")
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
 
 
@@ -85,6 +86,38 @@ class PreparedWeights:
             torch.zeros(e, h, i, dtype=FP8, device=device),
             torch.ones(e, h // BLOCK, i // BLOCK, device=device),
         )
+
+
+class ExpertWeights(nn.Module):
+    """One layer's prepared weights, as buffers: all that a context knows of its layers.
+
+    Attributes:
+        index: number of the layer among those of its context.
+        loaded: whether the buffers have storage.
+    """
+
+    w13: Tensor
+    w13_scale: Tensor
+    w2: Tensor
+    w2_scale: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = 0
+        self.loaded = False
+        for name in WEIGHT_NAMES:
+            self.register_buffer(name, None)
+
+    @property
+    def prepared(self) -> PreparedWeights:
+        """The buffers. The layer is loaded."""
+        return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES))
+
+    def install(self, weights: PreparedWeights) -> None:
+        """Take over written weights."""
+        for name in WEIGHT_NAMES:
+            setattr(self, name, getattr(weights, name))
+        self.loaded = True
 
 
 def check_checkpoint(

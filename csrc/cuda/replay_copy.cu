@@ -17,7 +17,7 @@ constexpr int64_t kMaxBlocks = 2 * 132;  // per range: what an H200 runs at once
 
 extern "C" {
 
-// `custom_ops/replay_copy.py` mirrors the field order. A range that is empty is skipped.
+// `custom_ops/cuda/replay_copy.py` mirrors the field order. A range that is empty is skipped.
 struct MegaMoEReplayCopy {
     const void* sources[kMaxRanges];
     void* targets[kMaxRanges];

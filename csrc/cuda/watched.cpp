@@ -10,7 +10,7 @@
 // The caller holds the GIL (ctypes.PyDLL).
 //
 // It only says whether something differs. Which tensor that is, and whether it matters (a subclass
-// may keep its data elsewhere), is decided in megamoe_compile/watched.py, in Python.
+// may keep its data elsewhere), is decided in megamoe_compile/capture/watched.py, in Python.
 
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -19,7 +19,7 @@
 
 extern "C" {
 
-// custom_ops/watched_native.py mirrors the order of the fields, and keeps owner and key alive.
+// custom_ops/cuda/watched.py mirrors the order of the fields, and keeps owner and key alive.
 struct MegaMoEWatched {
     PyObject* owner;  // a dictionary: the parameters or the buffers of a module
     PyObject* key;

@@ -43,10 +43,10 @@ struct MegaMoEAny {
     } value;
 };
 
-// What does not change between the calls of a context. `custom_ops/fused_moe_native.py` mirrors the
+// What does not change between the calls of a context. `custom_ops/deep_gemm/native.py` mirrors the
 // field order. Functions come as addresses, so that nothing here links to them.
 struct MegaMoEFusedMoEConfig {
-    // megamoe_pre_dispatch of csrc/pre_dispatch.cu, and its config.
+    // megamoe_pre_dispatch of csrc/staging/pre_dispatch.cu, and its config.
     int (*stage)(const void* config, const void* x, int64_t x_stride, const void* ids,
                  int64_t ids_stride, const void* weights, int64_t weights_stride,
                  const void* num_valid, void* launch_count, int32_t num_tokens, int32_t variant,

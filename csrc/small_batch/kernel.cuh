@@ -3,7 +3,7 @@
 #ifndef MEGAMOE_SMALL_BATCH_CUH
 #define MEGAMOE_SMALL_BATCH_CUH
 
-#include "small_batch_routing.cuh"
+#include "routing.cuh"
 
 namespace small_batch {
 
@@ -295,8 +295,8 @@ __device__ __forceinline__ uint32_t quantize(float first, float second, float in
     return uint32_t{__nv_cvt_float2_to_fp8x2(two, __NV_SATFINITE, __NV_E4M3)};
 }
 
-// Eight columns of bf16, quantized as `quantize_rows` of custom_ops/reference.py does, bit for bit.
-// All lanes of the warp call it; 16 neighbouring lanes have one scale.
+// Eight columns of bf16, quantized as `quantize_rows` of custom_ops/reference/recipe.py does, bit
+// for bit. All lanes of the warp call it; 16 neighbouring lanes have one scale.
 struct Quantized {
     uint2 bytes;
     float scale;

@@ -9,11 +9,12 @@
 
 #include <algorithm>
 
-#include "small_batch.cuh"
+#include "kernel.cuh"
 
 extern "C" {
 
-// What does not change between launches. `custom_ops/small_batch_cuda.py` mirrors the field order.
+// What does not change between launches. `custom_ops/small_batch/kernel.py` mirrors the field
+// order.
 struct MegaMoESmallBatchConfig {
     uint8_t *x_rows, *rows;  // workspaces: see Args of small_batch_routing.cuh
     float *x_row_scale, *row_scale;

@@ -13,7 +13,7 @@
 
 #include <cstdint>
 
-#include "ptx.cuh"
+#include "../cuda/ptx.cuh"
 
 namespace small_batch {
 

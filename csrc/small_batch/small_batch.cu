@@ -30,8 +30,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "small_batch.cuh"
-#include "small_batch_plan.cuh"
+#include "kernel.cuh"
+#include "plan.cuh"
 
 namespace small_batch {
 
@@ -296,8 +296,8 @@ struct Variant {
     Kernel kernel;
 };
 
-// The first that fits is taken. Columns are at most MAX_COLUMNS of custom_ops/small_batch_cuda.py,
-// which has room for images of so many rows.
+// The first that fits is taken. Columns are at most MAX_COLUMNS of
+// custom_ops/small_batch/kernel.py, which has room for images of so many rows.
 #define MEGAMOE_VARIANT(tokens, columns, slabs) \
     {tokens, columns, slabs, small_batch_kernel<Shape<tokens, columns, slabs>>}
 const Variant kVariants[] = {

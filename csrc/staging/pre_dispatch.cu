@@ -2,8 +2,8 @@
 //
 // Per row: quantize bf16 to e4m3 with one fp32 scale per 128 columns, map expert ids to the
 // buffer's numbering, scale the routing weights. The recipe is that of `stage` in
-// custom_ops/reference.py, bit for bit, hence the IEEE intrinsics (`__fdiv_rn`, `__fmul_rn`): no
-// compiler flag can change them.
+// custom_ops/reference/recipe.py, bit for bit, hence the IEEE intrinsics (`__fdiv_rn`,
+// `__fmul_rn`): no compiler flag can change them.
 //
 // One thread owns 8 columns, so 16 neighbouring lanes own one scale. A row is split over
 // `gridDim.y` blocks, which shortens the only latency that is ours when there are few tokens.
@@ -32,7 +32,8 @@ constexpr float kFp8Max = 448.0f;
 
 extern "C" {
 
-// What does not change between launches. `custom_ops/pre_dispatch.py` mirrors the field order.
+// What does not change between launches. `custom_ops/staging/pre_dispatch.py` mirrors the field
+// order.
 struct MegaMoEPreDispatchConfig {
     uint8_t* buf_x;          // [capacity, hidden] e4m3
     float* buf_scale;        // [capacity, hidden / 128]

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import torch
 
-from .errors import BackendUnavailable, MegaMoEError, mismatch
+from ..errors import BackendUnavailable, MegaMoEError, mismatch
 
-CSRC = Path(__file__).resolve().parent.parent / "csrc"
+CSRC = Path(__file__).resolve().parents[2] / "csrc"
 JIT_CACHE_VARIABLE = "DG_JIT_CACHE_DIR"  # read by DeepGEMM, when it first compiles
 BUILD_SECONDS = 600  # a compiler that takes longer hangs
 
@@ -211,7 +211,7 @@ def _build(
     for part in (what, *flags, *sources, version):
         digest.update(part.encode() + b"\0")
     try:
-        for path in (*paths, *sorted(CSRC.glob("*.cuh"))):  # any header may be included
+        for path in (*paths, *sorted(CSRC.rglob("*.cuh"))):  # any header may be included
             digest.update(path.read_bytes() + b"\0")
     except OSError as error:
         raise BackendUnavailable(
@@ -289,14 +289,13 @@ def resource_report(library: Path) -> list[KernelResources]:
     ]
 
 
-def sources_digest() -> str:
-    """A hash of all CUDA sources and of the launcher that tunes the small-batch kernel.
+def sources_digest(launcher: Path) -> str:
+    """A hash of all CUDA sources and of the launcher that tunes one of them.
 
     For what is measured once per version of them.
     """
     digest = hashlib.sha256()
-    tuned = Path(__file__).with_name("small_batch_cuda.py")
-    for path in (*sorted([*CSRC.glob("*.cu"), *CSRC.glob("*.cuh")]), tuned):
+    for path in (*sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh")]), launcher):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -2,7 +2,7 @@
 
 The host pays for a memset node of a graph, at each launch, what it pays for a hundred kernels, and
 cuBLAS captures one in front of some GEMMs: a whole model at an unlucky batch size has one or two
-per layer. csrc/graph_fills.cu replaces them between capture and instantiation.
+per layer. csrc/cuda/graph_fills.cu replaces them between capture and instantiation.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 
 import torch
 
-from . import cuda_build
-from .errors import BackendUnavailable, mismatch
+from ..errors import BackendUnavailable, mismatch
+from . import build as cuda_build
 
 # Of a graph made with keep_graph=True, once, after its capture.
 Instantiate = Callable[[torch.cuda.CUDAGraph], None]
 
 
 def build_library(capability: tuple[int, int]) -> ctypes.CDLL:
-    """Compile csrc/graph_fills.cu for a compute capability, or find an earlier build, and load it.
+    """Compile csrc/cuda/graph_fills.cu for a compute capability, or find an earlier build.
 
     Raises:
         BackendUnavailable: no nvcc, a failed build, or a library that does not load.
     """
     arch = f"{capability[0]}{capability[1]}"
-    library = cuda_build.load(cuda_build.build("graph_fills", ["graph_fills.cu"], arch))
+    library = cuda_build.load(cuda_build.build("graph_fills", ["cuda/graph_fills.cu"], arch))
     library.megamoe_graph_fills_error_string.argtypes = (ctypes.c_int,)
     library.megamoe_graph_fills_error_string.restype = ctypes.c_char_p
     library.megamoe_graph_fills_prepare.argtypes = ()

@@ -1,8 +1,8 @@
 """Write what a replay reads: its inputs into static buffers, and the number of real tokens.
 
 `TorchInputCopier` does it with torch's operators, from anywhere. `CudaInputCopier` launches
-csrc/replay_copy.cu, once for all inputs: a third of the host time. It takes contiguous CUDA tensors
-of its device, and leaves a call with any other to torch.
+csrc/cuda/replay_copy.cu, once for all inputs: a third of the host time. It takes contiguous CUDA
+tensors of its device, and leaves a call with any other to torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import cuda_build
-from .errors import BackendUnavailable, mismatch
+from ..errors import BackendUnavailable, mismatch
+from . import build as cuda_build
 
 MAX_RANGES = 16
 # The sources of one call, in the order of the targets; None leaves the targets as they are.
@@ -47,7 +47,7 @@ class TorchInputCopier:
 
 
 class _Request(ctypes.Structure):
-    """MegaMoEReplayCopy of csrc/replay_copy.cu, field by field."""
+    """MegaMoEReplayCopy of csrc/cuda/replay_copy.cu, field by field."""
 
     _fields_ = [
         ("sources", ctypes.c_void_p * MAX_RANGES),
@@ -60,13 +60,13 @@ class _Request(ctypes.Structure):
 
 
 def build_library(capability: tuple[int, int]) -> ctypes.CDLL:
-    """Compile csrc/replay_copy.cu for a compute capability, or find an earlier build, and load it.
+    """Compile csrc/cuda/replay_copy.cu for a compute capability, or find an earlier build.
 
     Raises:
         BackendUnavailable: no nvcc, a failed build, or a library that does not load.
     """
     arch = f"{capability[0]}{capability[1]}"
-    library = cuda_build.load(cuda_build.build("replay_copy", ["replay_copy.cu"], arch))
+    library = cuda_build.load(cuda_build.build("replay_copy", ["cuda/replay_copy.cu"], arch))
     library.megamoe_replay_copy_error_string.argtypes = (ctypes.c_int,)
     library.megamoe_replay_copy_error_string.restype = ctypes.c_char_p
     library.megamoe_replay_copy_prepare.argtypes = ()

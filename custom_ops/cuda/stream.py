@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from .errors import MegaMoEError, NotWarmedUp, mismatch
+from ..errors import MegaMoEError, NotWarmedUp, mismatch
 
 
 class CurrentStream:

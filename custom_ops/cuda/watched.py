@@ -1,4 +1,4 @@
-"""Whether tensors in dictionaries are still at their addresses, from C++ (csrc/watched.cpp)."""
+"""Whether tensors in dictionaries are still at their addresses: csrc/cuda/watched.cpp."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from . import cuda_build
+from . import build as cuda_build
 
 
 class _Watched(ctypes.Structure):
-    """MegaMoEWatched of csrc/watched.cpp, field by field. ctypes keeps the objects alive."""
+    """MegaMoEWatched of csrc/cuda/watched.cpp, field by field. ctypes keeps the objects alive."""
 
     _fields_ = [
         ("owner", ctypes.py_object),
@@ -22,7 +22,7 @@ class _Watched(ctypes.Structure):
 
 
 class _Watch(ctypes.Structure):
-    """MegaMoEWatch of csrc/watched.cpp, field by field."""
+    """MegaMoEWatch of csrc/cuda/watched.cpp, field by field."""
 
     _fields_ = [
         ("entries", ctypes.POINTER(_Watched)),
@@ -33,13 +33,13 @@ class _Watch(ctypes.Structure):
 
 @functools.cache
 def build_library() -> ctypes.CDLL:
-    """Compile csrc/watched.cpp for this torch and Python, or find an earlier build, and load it.
+    """Compile csrc/cuda/watched.cpp for this torch and Python, or find an earlier build.
 
     Raises:
         BackendUnavailable: no C++ compiler, no headers of Python, a failed build, or a library
             that does not load.
     """
-    built = cuda_build.build_extension("watched", ["watched.cpp"], python=True)
+    built = cuda_build.build_extension("watched", ["cuda/watched.cpp"], python=True)
     library = cuda_build.load(built, ctypes.PyDLL)  # which keeps the GIL
     library.megamoe_watched_start.argtypes = (ctypes.c_void_p,)
     library.megamoe_watched_start.restype = ctypes.c_bool

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from .cuda_build import default_cache_dir
-from .deep_gemm import installed_version
+from ..cuda.build import default_cache_dir
+from .runtime import installed_version
 
 CHECK_SECONDS = 180  # a cold check compiles two kernels and the op
 MAX_RELATIVE_ERROR = 0.03  # of one token; 0.026 was seen
@@ -67,8 +67,8 @@ def _marker(shape: Shape) -> Path:
 
 
 def _check(shape: Shape) -> float:
-    from .deep_gemm import DeepGemmRuntime
-    from .reference import interleave_gate_up, moe_reference, quantize_blocks
+    from ..reference.recipe import interleave_gate_up, moe_reference, quantize_blocks
+    from .runtime import DeepGemmRuntime
 
     device = torch.device("cuda", shape.device_index)
     torch.cuda.set_device(device)

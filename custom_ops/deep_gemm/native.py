@@ -1,4 +1,4 @@
-"""The C++ kernel of the op (csrc/fused_moe.cpp): what it is given, and for which contexts.
+"""The C++ kernel of the op, csrc/deep_gemm/fused_moe.cpp: what it is given, for which contexts.
 
 It takes the calls of a context that entered, once a number of tokens has been launched from Python;
 all others go on to the Python kernel of library.py. A context enters when its mega kernel is a
@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import Tensor
 
-from . import cuda_build
-from .errors import BackendUnavailable, mismatch
+from ..cuda import build as cuda_build
+from ..errors import BackendUnavailable, mismatch
 
-TVM_FFI = (0, 1)  # the release whose C ABI is written down here and in csrc/fused_moe.cpp
+TVM_FFI = (0, 1)  # the release whose C ABI is written down here and in csrc/deep_gemm/fused_moe.cpp
 
 
 class _Value(ctypes.Union):
@@ -142,7 +142,7 @@ def current_stream_address() -> int:
 
 
 class _Config(ctypes.Structure):
-    """MegaMoEFusedMoEConfig of csrc/fused_moe.cpp, field by field."""
+    """MegaMoEFusedMoEConfig of csrc/deep_gemm/fused_moe.cpp, field by field."""
 
     _fields_ = [
         ("stage", ctypes.c_void_p),
@@ -171,7 +171,7 @@ def install(key: str = "CUDA") -> ctypes.CDLL:
     Raises:
         BackendUnavailable: no C++ compiler, a failed build, or a library that does not load.
     """
-    library = cuda_build.load(cuda_build.build_extension("fused_moe", ["fused_moe.cpp"]))
+    library = cuda_build.load(cuda_build.build_extension("fused_moe", ["deep_gemm/fused_moe.cpp"]))
     library.megamoe_fused_moe_install.argtypes = (ctypes.c_char_p,)
     library.megamoe_fused_moe_install.restype = ctypes.c_char_p
     library.megamoe_fused_moe_enter.argtypes = (ctypes.c_int64, ctypes.POINTER(_Config))

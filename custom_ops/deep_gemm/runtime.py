@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .current_stream import CurrentStream, refuse_cold_capture
-from .errors import BackendUnavailable, mismatch
-from .fused_moe_native import NativeLaunch, TvmCall, current_stream_address, install
-from .pre_dispatch import PreDispatch, Routing, StagingBuffer
-from .reference import FP8
-from .symmetric import SymmetricBuffer, agree, ranks_on_my_device
+from ..cuda.stream import CurrentStream, refuse_cold_capture
+from ..errors import BackendUnavailable, mismatch
+from ..reference.recipe import FP8
+from ..staging.pre_dispatch import PreDispatch, Routing, StagingBuffer
+from ..symmetric.memory import SymmetricBuffer, agree, ranks_on_my_device
+from .native import NativeLaunch, TvmCall, current_stream_address, install
 
 DISTRIBUTION = "sgl-deep-gemm"
 MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
@@ -312,7 +312,7 @@ def load_api() -> Api:
 
 
 def masked_grouped_gemm() -> Callable[..., None]:
-    """The wheel's masked grouped FP8 GEMM, by itself: `GroupedGemm` of unfused_chain.py."""
+    """The wheel's masked grouped FP8 GEMM, by itself: `GroupedGemm` of unfused/."""
     import deep_gemm
 
     gemm = deep_gemm.fp8_m_grouped_gemm_nt_masked

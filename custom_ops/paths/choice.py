@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from .errors import mismatch, require
+from ..errors import mismatch, require
 
 PathName = Literal["deep_gemm", "small_batch"]
 DEEP_GEMM: PathName = "deep_gemm"

@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from .current_stream import CurrentStream, refuse_cold_capture
-from .errors import require
-from .library import Runtime
-from .path_choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
+from ..cuda.stream import CurrentStream, refuse_cold_capture
+from ..errors import require
+from ..library import Runtime
+from .choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
 
 if TYPE_CHECKING:
-    from .fused_moe_native import NativeLaunch
-    from .small_batch_cuda import SmallBatch
+    from ..deep_gemm.native import NativeLaunch
+    from ..small_batch.kernel import SmallBatch
 
 # Calls of one graph. Fresh rows and ids in each, and another layer's weights where there are
 # several, so that no call finds its experts in the L2 cache because the one before read the same.

@@ -1,9 +1,9 @@
-"""The small-batch FP8 path of one rank on SM90: launcher of csrc/small_batch.cu.
+"""The small-batch FP8 path of one rank on SM90: launcher of csrc/small_batch/small_batch.cu.
 
 One kernel that reads every touched expert's weights once. It takes the layer's inputs as they are
 (bf16 rows, raw expert ids): no staging kernel runs before it.
 
-Numbers are those of reference.py with `intermediate_group` 32, except that fp32 sums have their own
+Numbers are those of reference/ with `intermediate_group` 32, except that fp32 sums have their own
 order. A token's result does not depend on which other tokens are in the batch, and has the same
 bits in every run.
 
@@ -22,12 +22,12 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from . import cuda_build
-from .errors import BackendUnavailable, mismatch, require
-from .pre_dispatch import require_rows
-from .reference import BLOCK
+from ..cuda import build as cuda_build
+from ..errors import BackendUnavailable, mismatch, require
+from ..reference.recipe import BLOCK
+from ..staging.pre_dispatch import require_rows
 
-MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch_routing.cuh
+MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch/routing.cuh
 MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
 MAX_COLUMNS = 32  # pairs of one expert in one product, at the most: kVariants of small_batch.cu
 TILE_ROWS = 64  # kTileRows: output columns of one product
@@ -53,7 +53,7 @@ class Tuning:
 
 
 class _Config(ctypes.Structure):
-    """MegaMoESmallBatchConfig of csrc/small_batch_plan.cuh, field by field."""
+    """MegaMoESmallBatchConfig of csrc/small_batch/plan.cuh, field by field."""
 
     _fields_ = [
         ("x_rows", ctypes.c_void_p),
@@ -109,12 +109,12 @@ def declare(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def build_library() -> ctypes.CDLL:
-    """Compile csrc/small_batch.cu, or find an earlier build, and load it.
+    """Compile csrc/small_batch/small_batch.cu, or find an earlier build, and load it.
 
     Raises:
         BackendUnavailable: no nvcc, a failed build, or a library that does not load.
     """
-    return declare(cuda_build.load(cuda_build.build("small_batch", ["small_batch.cu"])))
+    return declare(cuda_build.load(cuda_build.build("small_batch", ["small_batch/small_batch.cu"])))
 
 
 class SmallBatch:

@@ -1,8 +1,8 @@
 """Stage a rank's tokens into the symmetric input buffer, in one launch.
 
-`PreDispatch` launches csrc/pre_dispatch.cu (SM90), `TritonPreDispatch` its Triton twin (any GPU
-from SM80, or CPU tensors under the Triton interpreter). Both write what `stage` in reference.py
-returns, bit for bit (a NaN's sign apart), with these limits of what they touch:
+`PreDispatch` launches csrc/staging/pre_dispatch.cu (SM90), `TritonPreDispatch` its Triton twin
+(any GPU from SM80, or CPU tensors under the Triton interpreter). Both write what `stage` of the
+recipe returns, bit for bit (a NaN's sign apart), with these limits of what they touch:
 
 - ids and weights: rows [0, T), where rows at or above `num_valid` get ids -1 and weights 0;
 - e4m3 rows and scales: rows [0, min(T, num_valid));
@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from . import cuda_build
-from .errors import BackendUnavailable, CapacityError, mismatch, require
+from ..cuda import build as cuda_build
+from ..errors import BackendUnavailable, CapacityError, mismatch, require
 
 GROUP = 128  # columns per scale
 MAX_TOP_K = 32
@@ -161,7 +161,7 @@ def _reject(
 
 
 class _Config(ctypes.Structure):
-    """MegaMoEPreDispatchConfig of csrc/pre_dispatch.cu, field by field."""
+    """MegaMoEPreDispatchConfig of csrc/staging/pre_dispatch.cu, field by field."""
 
     _fields_ = [
         ("buf_x", ctypes.c_void_p),
@@ -207,12 +207,12 @@ _VARIANTS = {
 
 
 def build_library() -> ctypes.CDLL:
-    """Compile csrc/pre_dispatch.cu, or find an earlier build, and load it.
+    """Compile csrc/staging/pre_dispatch.cu, or find an earlier build, and load it.
 
     Raises:
         BackendUnavailable: no nvcc, a failed build, or a library that does not load.
     """
-    library = cuda_build.load(cuda_build.build("pre_dispatch", ["pre_dispatch.cu"]))
+    library = cuda_build.load(cuda_build.build("pre_dispatch", ["staging/pre_dispatch.cu"]))
     library.megamoe_error_string.argtypes = (ctypes.c_int,)
     library.megamoe_error_string.restype = ctypes.c_char_p
     library.megamoe_pre_dispatch_prepare.argtypes = (ctypes.c_void_p,)

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The Triton twin of csrc/pre_dispatch.cu; `TritonPreDispatch` in pre_dispatch.py launches it.
+"""The Triton twin of csrc/staging/pre_dispatch.cu, which `TritonPreDispatch` launches.
 
 `TritonRuntime` launches it too, into rows that hold a token's everything side by side. A module of
 its own, so that only who asks for the twin imports triton. It encodes e4m3 in integer

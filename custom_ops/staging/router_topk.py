@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .errors import mismatch
+from ..errors import mismatch
 
 MAX_EXPERTS = 1024  # one warp holds a row of logits in registers
 

@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import library
-from .errors import ContextClosed, mismatch
-from .symmetric import SymmetricBuffer
+from .. import library
+from ..errors import ContextClosed, mismatch
+from .memory import SymmetricBuffer
 
 _ARGUMENTS = "(Tensor rows, Tensor(a!) order, int exchange_id, int num_ranks, int slot_bytes)"
 ALIGNMENT = 16  # bytes, of a rank's slot

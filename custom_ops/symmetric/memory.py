@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .errors import BackendUnavailable, mismatch
+from ..errors import BackendUnavailable, mismatch
 
 T = TypeVar("T")
 OVERLAP_VARIABLE = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Triton kernels of the `triton` backend; `TritonRuntime` in triton_runtime.py launches them.
+"""Triton kernels of the `triton` backend; `TritonRuntime` in runtime.py launches them.
 
 After staging (pre_dispatch_triton.py) a launch is: `group_kernel`, `gate_up_kernel`, `down_kernel`,
 `combine_kernel`. Grids depend on the number of rows alone, never on where the rows are routed.
@@ -13,13 +13,13 @@ not the few pairs, fill the long side of the tensor core's tile. All of a pair's
 own column: columns without a pair compute on some other row and are never stored, and NaN or Inf
 stay in the row that has them. A weight matrix is read once per tile of its expert.
 
-Numbers are those of reference.py; sums over k run in fp32, in blocks.
+Numbers are those of reference/; sums over k run in fp32, in blocks.
 """
 
 import triton
 import triton.language as tl
 
-from .pre_dispatch_triton import _encode_e4m3, pre_dispatch_kernel
+from ..staging.pre_dispatch_triton import _encode_e4m3, pre_dispatch_kernel
 
 __all__ = (
     "INTERPRETED",

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .current_stream import check_current, refuse_cold_capture
-from .errors import CapacityError, ContextClosed, mismatch
-from .exchange import SymmetricTransport, Transport
-from .reference import BLOCK
-from .symmetric import agree, check_peers, ranks_on_my_device, this_peer
-from .triton_tiling import Device, Tiling
+from ..cuda.stream import check_current, refuse_cold_capture
+from ..errors import CapacityError, ContextClosed, mismatch
+from ..reference.recipe import BLOCK
+from ..symmetric.exchange import SymmetricTransport, Transport
+from ..symmetric.memory import agree, check_peers, ranks_on_my_device, this_peer
+from .tiling import Device, Tiling
 
 MIN_COMPUTE_CAPABILITY = (8, 0)
 RECORD_ALIGNMENT = 128  # bytes: a cache line
@@ -474,7 +474,7 @@ class TritonRuntime:
 
 
 def _import_kernels() -> Any:
-    from . import triton_moe  # imports triton
+    from . import kernels as triton_moe  # imports triton
 
     return triton_moe
 

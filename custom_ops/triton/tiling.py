@@ -10,7 +10,7 @@ import dataclasses
 
 import torch
 
-from .reference import BLOCK
+from ..reference.recipe import BLOCK
 
 FP8_COMPUTE_CAPABILITY = (8, 9)  # the first with a tensor core for e4m3
 MAX_SPLITS = 4
@@ -46,7 +46,7 @@ class Device:
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """Sizes of the GEMMs' programs; see triton_moe.py for the names."""
+    """Sizes of the GEMMs' programs; see kernels.py for the names."""
 
     tiles: int  # of BLOCK_M pairs: an upper bound, whatever the routing
     block_m: int

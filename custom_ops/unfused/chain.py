@@ -1,7 +1,7 @@
 """The experts as separate FP8 kernels: what the mega kernel fuses, to measure it against.
 
 Five kernels and a memset per call: quantize and permute, DeepGEMM's masked grouped GEMM, SwiGLU and
-quantize, the same GEMM again, weighted combine. The numbers are the recipe of `reference.py` with
+quantize, the same GEMM again, weighted combine. The numbers are the recipe of `reference/` with
 two differences: gate and up are rounded to bf16, as the GEMM writes them, and the routing weight
 enters at the combine.
 
@@ -17,8 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .errors import mismatch
-from .reference import BLOCK, FP8, dequantize_blocks, dequantize_rows
+from ..errors import mismatch
+from ..reference.recipe import BLOCK, FP8, dequantize_blocks, dequantize_rows
 
 # The GEMM writes whole tiles, of up to 256 rows: an expert's room must end with one.
 ROW_ALIGNMENT = 256
@@ -52,11 +52,7 @@ def unfused_moe(
     """
     import triton
 
-    from .unfused_chain_triton import (
-        combine_kernel,
-        permute_quantize_kernel,
-        swiglu_quantize_kernel,
-    )
+    from .kernels import combine_kernel, permute_quantize_kernel, swiglu_quantize_kernel
 
     tokens, hidden = x.shape
     top_k = topk_ids.shape[1]
@@ -151,7 +147,7 @@ def _cuda(
     w2_scale: Tensor,
     limit: float | None,
 ) -> Tensor:
-    from .deep_gemm import masked_grouped_gemm
+    from ..deep_gemm.runtime import masked_grouped_gemm
 
     weights = (w13, w13_scale, w2, w2_scale)
     return unfused_moe(x, topk_ids, topk_weights, *weights, limit, masked_grouped_gemm())

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The small kernels of the unfused chain; `unfused_chain.py` launches them.
+"""The small kernels of the unfused chain; `chain.py` launches them.
 
 A slot is one (token, expert) pair of the router. Rows of an expert stand together in [E, M, C], M
 rows of room for each; which row a slot got is in `rows`.
@@ -8,7 +8,7 @@ rows of room for each; which row a slot got is in `rows`.
 import triton
 import triton.language as tl
 
-from .pre_dispatch_triton import _encode_e4m3
+from ..staging.pre_dispatch_triton import _encode_e4m3
 
 GROUP = tl.constexpr(128)  # columns per scale
 

@@ -27,12 +27,12 @@ from helpers import (
 )
 
 import megamoe_compile as mm
-from megamoe_compile import paths
+from megamoe_compile.backends import paths
 from megamoe_compile.context import ALL_VALID
-from megamoe_compile.custom_ops import graph_timing
+from megamoe_compile.custom_ops.cuda import timing as graph_timing
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.path_choice import PATHS, faster
-from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP
+from megamoe_compile.custom_ops.paths.choice import PATHS, faster
+from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 

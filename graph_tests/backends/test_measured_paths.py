@@ -32,12 +32,14 @@ from helpers import (
 from path_fakes import FakeSmallBatch, Machine, make_context, paths_of, stored_file
 
 import megamoe_compile as mm
+from megamoe_compile.commands.decode.report import BucketReport, DecodeReport, Parity
 from megamoe_compile.context import ALL_VALID
-from megamoe_compile.custom_ops import current_stream, measured, path_choice
+from megamoe_compile.custom_ops.cuda import stream as current_stream
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.path_choice import Decision, PathChoice, faster
-from megamoe_compile.custom_ops.small_batch_cuda import SmallBatch
-from megamoe_compile.decode_report import BucketReport, DecodeReport, Parity
+from megamoe_compile.custom_ops.paths import choice as path_choice
+from megamoe_compile.custom_ops.paths import measured
+from megamoe_compile.custom_ops.paths.choice import Decision, PathChoice, faster
+from megamoe_compile.custom_ops.small_batch.kernel import SmallBatch
 
 SHAPE = make_config()
 

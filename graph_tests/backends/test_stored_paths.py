@@ -13,9 +13,8 @@ import torch
 from helpers import assert_one_sentence, make_layer
 from path_fakes import Machine, make_context, paths_of, stored_file
 
-import megamoe_compile as mm
-from megamoe_compile.custom_ops import cuda_build
-from megamoe_compile.custom_ops.path_choice import Decision
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.paths.choice import Decision
 
 
 def test_a_second_start_does_not_measure(machine: Machine, tmp_path: Path) -> None:
@@ -88,11 +87,11 @@ def test_another_release_is_measured_anew(
         context.warmup([1])
     where: dict[str, Any] = {
         "torch": (torch, "__version__"),
-        "version": (mm, "__version__"),
-        "layout": ("megamoe_compile.paths.LAYOUT_VERSION",),
-        "sources": ("megamoe_compile.paths.sources_digest",),
+        "version": ("megamoe_compile.backends.paths.__version__",),
+        "layout": ("megamoe_compile.backends.paths.LAYOUT_VERSION",),
+        "sources": ("megamoe_compile.backends.paths.sources_digest",),
     }
-    monkeypatch.setattr(*where[part], (lambda: "other") if part == "sources" else "9.9.9")
+    monkeypatch.setattr(*where[part], (lambda launcher: "other") if part == "sources" else "9.9.9")
     with make_context() as context:
         machine.kept.append(make_layer(context))
         context.warmup([1])
@@ -102,16 +101,18 @@ def test_another_release_is_measured_anew(
 def test_the_hash_is_of_kernels_headers_and_launcher(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("a.cu", "b.cuh", "small_batch_cuda.py"):
-        (tmp_path / name).write_text("one")
-    monkeypatch.setattr(cuda_build, "CSRC", tmp_path)
-    monkeypatch.setattr(cuda_build, "__file__", str(tmp_path / "cuda_build.py"))
-    seen = {cuda_build.sources_digest()}
-    for name in ("a.cu", "b.cuh", "small_batch_cuda.py"):
-        (tmp_path / name).write_text("two")
-        seen.add(cuda_build.sources_digest())
-    (tmp_path / "a.cu").rename(tmp_path / "c.cu")
-    assert len(seen | {cuda_build.sources_digest()}) == 5
+    csrc, launcher = tmp_path / "csrc", tmp_path / "launcher.py"
+    files = (csrc / "one" / "a.cu", csrc / "two" / "b.cuh", launcher)
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("one")
+    monkeypatch.setattr(cuda_build, "CSRC", csrc)
+    seen = {cuda_build.sources_digest(launcher)}
+    for file in files:
+        file.write_text("two")
+        seen.add(cuda_build.sources_digest(launcher))
+    files[0].rename(csrc / "one" / "c.cu")
+    assert len(seen | {cuda_build.sources_digest(launcher)}) == 5
     assert len(seen) == 4
 
 

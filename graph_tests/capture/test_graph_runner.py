@@ -22,8 +22,8 @@ from helpers import (
 from torch import Tensor, nn
 
 import megamoe_compile as mm
+from megamoe_compile.capture.runner import TIMED_REPLAYS
 from megamoe_compile.context import ALL_VALID
-from megamoe_compile.graph import TIMED_REPLAYS
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 NAMES = ("x", "topk_ids", "topk_weights")

@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import megamoe_compile as mm
-from megamoe_compile import graph
-from megamoe_compile.custom_ops import cuda_build, watched_native
-from megamoe_compile.custom_ops.watched_native import NativeWatch
-from megamoe_compile.watched import WatchedTensors, builds_native_check
+from megamoe_compile.capture import runner as graph
+from megamoe_compile.capture.watched import WatchedTensors, builds_native_check
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.cuda import watched as watched_native
+from megamoe_compile.custom_ops.cuda.watched import NativeWatch
 
 CUDA = torch.device("cuda")  # only its name is asked for
 
@@ -361,7 +362,7 @@ def test_the_check_in_python_takes_over_with_a_warning(
         with caplog.at_level(logging.WARNING):
             assert not builds_native_check(CUDA)
         (record,) = caplog.records
-        assert record.name == "megamoe_compile.watched"
+        assert record.name == "megamoe_compile.capture.watched"
         return record.getMessage()
 
     watched_native.build_library.cache_clear()

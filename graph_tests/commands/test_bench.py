@@ -21,9 +21,21 @@ pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]
 from bench_helpers import CPU, options
 from checkpoint_helpers import small_config, write_checkpoint
 
-from megamoe_compile import bench_columns, bench_models, bench_passes, bench_report, cli
-from megamoe_compile.bench_columns import COLUMNS, Options
-from megamoe_compile.bench_measure import (
+from megamoe_compile.commands import cli
+from megamoe_compile.commands.bench import (
+    columns as bench_columns,
+)
+from megamoe_compile.commands.bench import (
+    models as bench_models,
+)
+from megamoe_compile.commands.bench import (
+    passes as bench_passes,
+)
+from megamoe_compile.commands.bench import (
+    report as bench_report,
+)
+from megamoe_compile.commands.bench.columns import COLUMNS, Options
+from megamoe_compile.commands.bench.measure import (
     HostTime,
     KernelShare,
     StepTime,
@@ -31,7 +43,7 @@ from megamoe_compile.bench_measure import (
     share_of,
     step_bytes,
 )
-from megamoe_compile.bench_models import (
+from megamoe_compile.commands.bench.models import (
     CheckpointSource,
     RandomSource,
     counting_experts,
@@ -41,12 +53,21 @@ from megamoe_compile.bench_models import (
     set_bf16_experts,
     set_fp8_experts,
 )
-from megamoe_compile.bench_passes import profile_columns, run_columns
-from megamoe_compile.bench_results import Cell, ColumnResult
-from megamoe_compile.bench_step import ATTENTION, BenchStep, decode_attention, register_attention
-from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference, quantize_blocks
-from megamoe_compile.environment import environment
-from megamoe_compile.integrations.transformers import prepare
+from megamoe_compile.commands.bench.passes import profile_columns, run_columns
+from megamoe_compile.commands.bench.results import Cell, ColumnResult
+from megamoe_compile.commands.bench.step import (
+    ATTENTION,
+    BenchStep,
+    decode_attention,
+    register_attention,
+)
+from megamoe_compile.commands.environment import environment
+from megamoe_compile.custom_ops.reference.recipe import (
+    interleave_gate_up,
+    moe_reference,
+    quantize_blocks,
+)
+from megamoe_compile.engines.transformers.model import prepare
 
 
 def bf16_step(source: Any, max_batch: int, length: int) -> BenchStep:
@@ -425,7 +446,7 @@ def test_a_profile_of_another_kernel_is_said(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("fuse", [True, False])
 def test_routers_are_fused_where_asked(fuse: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megamoe_compile.integrations.routers import FusedRouter
+    from megamoe_compile.engines.transformers.routers import FusedRouter
 
     built: list[Any] = []
 
@@ -461,7 +482,7 @@ def test_facts_are_of_this_code(monkeypatch: pytest.MonkeyPatch) -> None:
     facts = environment()
     assert facts["driver"] == facts["commit"] == "1.2"
     assert facts["transformers"] == transformers.__version__
-    assert set(places) == {Path(bench_columns.__file__).parent}
+    assert set(places) == {Path(environment.__code__.co_filename).parent}
 
 
 def test_the_table_has_both_host_times_and_the_largest_kernels(tmp_path: Path) -> None:
@@ -523,7 +544,7 @@ def test_bad_arguments(
 
 
 def check_chain(tokens: int, top_k: int, limit: float | None) -> None:
-    from megamoe_compile.custom_ops.unfused_chain import torch_grouped_gemm, unfused_moe
+    from megamoe_compile.custom_ops.unfused.chain import torch_grouped_gemm, unfused_moe
 
     torch.manual_seed(tokens)
     experts, hidden, intermediate = 6, 384, 256  # 3 groups: not a power of two
@@ -551,7 +572,7 @@ def test_chain_kernels_compile() -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from megamoe_compile.custom_ops import unfused_chain_triton as kernels
+    from megamoe_compile.custom_ops.unfused import kernels
 
     types = {"x": "bf16", "gate_up": "bf16", "y": "bf16", "weights": "bf16", "out": "bf16"}
     types |= {"ids": "i64", "count": "i32", "rows": "i32", "q": "u8", "scale": "fp32"}
@@ -569,8 +590,8 @@ def test_chain_kernels_compile() -> None:
 
 
 def test_presets_are_the_known_shapes() -> None:
-    from megamoe_compile.hf_config import moe_shape
-    from megamoe_compile.presets import PRESETS
+    from megamoe_compile.models.hf_config import moe_shape
+    from megamoe_compile.models.presets import PRESETS
 
     for name in bench_models.PRESETS.keys() & PRESETS.keys():
         shape = moe_shape(RandomSource(name, None).config)

@@ -13,11 +13,13 @@ pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]
 
 from bench_helpers import options
 
-from megamoe_compile import bench_models, bench_parity, cli
-from megamoe_compile.bench_models import RandomSource
-from megamoe_compile.bench_parity import BF16_TOLERANCE, compare
-from megamoe_compile.bench_routing import MOST_REROUTED, REROUTED_TOLERANCE, RoutedParity
-from megamoe_compile.custom_ops.reference import moe_reference
+from megamoe_compile.commands import cli
+from megamoe_compile.commands.bench import models as bench_models
+from megamoe_compile.commands.bench import parity as bench_parity
+from megamoe_compile.commands.bench.models import RandomSource
+from megamoe_compile.commands.bench.parity import BF16_TOLERANCE, compare
+from megamoe_compile.commands.bench.routing import MOST_REROUTED, REROUTED_TOLERANCE, RoutedParity
+from megamoe_compile.custom_ops.reference.recipe import moe_reference
 
 
 def parity(**changes: Any) -> dict[str, RoutedParity]:

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import megamoe_compile as mm
-from megamoe_compile import cli, doctor, plan
-from megamoe_compile.plan import moe_layers, symmetric_buffer_bytes
+from megamoe_compile.commands import cli, doctor, plan
+from megamoe_compile.commands.plan import moe_layers, symmetric_buffer_bytes
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FLASH = ["plan", "--model", "deepseek-v4-flash", "--ranks", "8", "--max-tokens", "128"]
 # Runs the command as if a package were not installed: neither its files nor its metadata.
 WITHOUT = """
@@ -28,7 +28,7 @@ def version(name):
         raise importlib.metadata.PackageNotFoundError(name)
     return found(name)
 importlib.metadata.version = version
-from megamoe_compile.cli import main
+from megamoe_compile.commands.cli import main
 sys.exit(main({argv!r}))
 """
 

@@ -14,10 +14,11 @@ from helpers import assert_close, refuses
 from torch import Tensor, nn
 
 import megamoe_compile as mm
-from megamoe_compile import cli, decode
-from megamoe_compile.decode_batch import Batch, batch_sizes
-from megamoe_compile.decode_report import DecodeReport, Parity
-from megamoe_compile.slot_cache import DecodeStep, SlotCache, SlotView
+from megamoe_compile.commands import cli
+from megamoe_compile.commands.decode import command as decode
+from megamoe_compile.commands.decode.batch import Batch, batch_sizes
+from megamoe_compile.commands.decode.report import DecodeReport, Parity
+from megamoe_compile.commands.decode.slot_cache import DecodeStep, SlotCache, SlotView
 
 BUCKETS = [1, 2, 4, 8]
 
@@ -260,7 +261,7 @@ def test_near_ties_may_fall_either_way() -> None:
 
 def decode_small(**changes: Any) -> DecodeReport:
     """`decode` on the small random model; with aot_eager, which compiles in a second."""
-    from megamoe_compile.integrations.transformers import prepare
+    from megamoe_compile.engines.transformers.model import prepare
 
     model = decode.random_model()
     with prepare(model, max_tokens_per_rank=8) as context:

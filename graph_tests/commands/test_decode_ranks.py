@@ -21,13 +21,15 @@ from helpers import RankPool, refuses
 from torch import nn
 
 import megamoe_compile as mm
-from megamoe_compile import cli, decode, decode_ranks
-from megamoe_compile.decode_batch import Batch, Request, batch_sizes, rank_sizes
-from megamoe_compile.decode_ranks import number_of_ranks, run_ranks
-from megamoe_compile.decode_report import DecodeReport
-from megamoe_compile.slot_cache import DecodeStep
+from megamoe_compile.commands import cli
+from megamoe_compile.commands.decode import command as decode
+from megamoe_compile.commands.decode import ranks as decode_ranks
+from megamoe_compile.commands.decode.batch import Batch, Request, batch_sizes, rank_sizes
+from megamoe_compile.commands.decode.ranks import number_of_ranks, run_ranks
+from megamoe_compile.commands.decode.report import DecodeReport
+from megamoe_compile.commands.decode.slot_cache import DecodeStep
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BUCKETS = [1, 2, 4]  # requests
 multirank = pytest.mark.multirank
 Ranks = Callable[[int], RankPool]
@@ -410,11 +412,13 @@ def test_an_error_of_all_ranks_is_one_error() -> None:
 @multirank
 def test_ranks_of_torchrun_are_joined() -> None:
     script = (
-        "from megamoe_compile.decode_ranks import number_of_ranks, run_ranks\n"
+        "from megamoe_compile.commands.decode.ranks import number_of_ranks, run_ranks\n"
         "from test_decode_ranks import counted\n"
         "print(run_ranks(counted, ('',), number_of_ranks(None), 60))"
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "graph_tests")])
+    path = os.pathsep.join(
+        [str(ROOT), str(Path(__file__).parent), str(ROOT / "graph_tests" / "support")]
+    )
     port = _free_port()
     processes = [
         subprocess.Popen(

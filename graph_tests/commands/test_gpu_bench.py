@@ -13,14 +13,18 @@ from torch._dynamo.utils import counters
 
 pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]")
 
-from megamoe_compile import cli
-from megamoe_compile.bench_columns import Options, register_chain
-from megamoe_compile.bench_models import RandomSource, model_without_experts, set_fp8_experts
-from megamoe_compile.bench_parity import compare
-from megamoe_compile.bench_step import ATTENTION, BenchStep, register_attention
-from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference
-from megamoe_compile.decode_model import random_model
-from megamoe_compile.integrations import transformers as megamoe
+from megamoe_compile.commands import cli
+from megamoe_compile.commands.bench.columns import Options, register_chain
+from megamoe_compile.commands.bench.models import (
+    RandomSource,
+    model_without_experts,
+    set_fp8_experts,
+)
+from megamoe_compile.commands.bench.parity import compare
+from megamoe_compile.commands.bench.step import ATTENTION, BenchStep, register_attention
+from megamoe_compile.commands.decode.model import random_model
+from megamoe_compile.custom_ops.reference.recipe import interleave_gate_up, moe_reference
+from megamoe_compile.engines.transformers import model as megamoe
 
 pytestmark = pytest.mark.gpu
 

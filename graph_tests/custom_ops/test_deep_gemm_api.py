@@ -20,10 +20,13 @@ import torch
 from helpers import assert_one_sentence, make_config, refuses
 
 import megamoe_compile as mm
-from megamoe_compile import capability
-from megamoe_compile.custom_ops import cuda_build, deep_gemm, deep_gemm_check, symmetric
+from megamoe_compile.backends import capability
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.deep_gemm import check as deep_gemm_check
+from megamoe_compile.custom_ops.deep_gemm import runtime as deep_gemm
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.symmetric import Peer, check_peers, check_pointers
+from megamoe_compile.custom_ops.symmetric import memory as symmetric
+from megamoe_compile.custom_ops.symmetric.memory import Peer, check_peers, check_pointers
 
 COMMON = """
 get_num_sms() -> int

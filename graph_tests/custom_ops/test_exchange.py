@@ -18,8 +18,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import exchange
-from megamoe_compile.custom_ops.exchange import SymmetricExchange
+from megamoe_compile.custom_ops.symmetric import exchange
+from megamoe_compile.custom_ops.symmetric.exchange import SymmetricExchange
 
 
 def rows_of(count: int, *columns: int) -> Tensor:

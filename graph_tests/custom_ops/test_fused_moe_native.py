@@ -42,12 +42,15 @@ from torch import Tensor
 from torch.library import opcheck
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import cuda_build, fused_moe_native, library
+from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.deep_gemm import native as fused_moe_native
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.measured import MeasuredRuntime
-from megamoe_compile.custom_ops.path_choice import PATHS, ChoiceStore, PathChoice
+from megamoe_compile.custom_ops.paths.choice import PATHS, ChoiceStore, PathChoice
+from megamoe_compile.custom_ops.paths.measured import MeasuredRuntime
 
 COUNTS = (0, 1, 7, 64)
+SOURCES = ["deep_gemm/fused_moe.cpp"]
 
 
 class Setup:
@@ -391,7 +394,7 @@ def child(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankPool]:
     reason = outcome(cuda_build.find_cxx)
     if reason:
         pytest.skip(reason)
-    cuda_build.build_extension("fused_moe", ["fused_moe.cpp"])  # outside of a check's time limit
+    cuda_build.build_extension("fused_moe", SOURCES)  # outside of a check's time limit
     pool = RankPool(1, tmp_path_factory.mktemp("native"))
     yield pool
     pool.close()
@@ -413,13 +416,13 @@ def test_no_compiler_and_a_failed_build_have_their_cure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    got = outcome(lambda: cuda_build.build_extension("x", ["fused_moe.cpp"], tmp_path / "cache"))
+    got = outcome(lambda: cuda_build.build_extension("x", SOURCES, tmp_path / "cache"))
     assert got.startswith("BackendUnavailable: C++ compiler: ") and "set CXX" in got
     fake = tmp_path / "cxx"
     fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "no C++20"\nexit 3\n')
     fake.chmod(0o755)
     monkeypatch.setenv("CXX", str(fake))
-    got = outcome(lambda: cuda_build.build_extension("x", ["fused_moe.cpp"], tmp_path / "cache"))
+    got = outcome(lambda: cuda_build.build_extension("x", SOURCES, tmp_path / "cache"))
     assert "exit status 0, got 3" in got and "no C++20" in got and torch.__version__ in got
     assert not list((tmp_path / "cache").iterdir())
 

@@ -23,7 +23,7 @@ from torch.library import opcheck
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops import library
-from megamoe_compile.custom_ops.fused_moe_native import NativeLaunch
+from megamoe_compile.custom_ops.deep_gemm.native import NativeLaunch
 from megamoe_compile.custom_ops.library import fused_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]

@@ -16,9 +16,10 @@ from helpers import make_config, make_layer, named, outcome, random_inputs
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import cuda_build, graph_fills
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.cuda import graph_fills
+from megamoe_compile.custom_ops.cuda.graph_fills import KernelFills, instantiator
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.graph_fills import KernelFills, instantiator
 
 CUDA = torch.device("cuda")  # on a CPU only its name is asked for
 MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
@@ -89,7 +90,7 @@ def test_the_kernels_build_without_spills(tmp_path: Path) -> None:
     if reason:
         pytest.skip(reason)
     for arch in ("80", "90"):
-        library = cuda_build.build("graph_fills", ["graph_fills.cu"], arch, tmp_path)
+        library = cuda_build.build("graph_fills", ["cuda/graph_fills.cu"], arch, tmp_path)
         kernels = cuda_build.resource_report(library)
         assert len(kernels) == 4
         for kernel in kernels:

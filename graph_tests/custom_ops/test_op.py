@@ -25,8 +25,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.library import opcheck
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import library, router_topk  # noqa: F401 - registers its op
-from megamoe_compile.custom_ops.reference import expert_slots
+from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.reference.recipe import expert_slots
+from megamoe_compile.custom_ops.staging import router_topk  # noqa: F401 - registers its op
 
 # opcheck's schema test compares tensors in a way that e4m3 lacks; the others take e4m3.
 NOT_SCHEMA = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -20,16 +20,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe_compile.custom_ops import cuda_build
+from megamoe_compile.custom_ops.cuda import build as cuda_build
 from megamoe_compile.custom_ops.errors import BackendUnavailable, CapacityError
-from megamoe_compile.custom_ops.pre_dispatch import (
+from megamoe_compile.custom_ops.reference.recipe import stage
+from megamoe_compile.custom_ops.staging.pre_dispatch import (
     PreDispatch,
     Routing,
     StagingBuffer,
     TritonPreDispatch,
 )
-from megamoe_compile.custom_ops.reference import stage
 
+SOURCES = ["staging/pre_dispatch.cu"]
 CAPACITY_MARGIN = 3  # rows of the buffer behind the last token
 EXPERTS, LOCAL, RANK = 16, 4, 2
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # x, topk_ids, topk_weights, num_valid
@@ -253,7 +254,7 @@ def test_twin_compiles(arch: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from megamoe_compile.custom_ops.pre_dispatch_triton import pre_dispatch_kernel
+    from megamoe_compile.custom_ops.staging.pre_dispatch_triton import pre_dispatch_kernel
 
     pointers = {"x": "bf16", "ids": "i32", "weights": "fp32", "num_valid": "i32"}
     pointers |= {"launch_count": "i32", "invalid_count": "i32", "buf_x": "u8"}
@@ -280,7 +281,7 @@ def test_bad_inputs_are_named() -> None:
     case = Case(4, 256, top_k=2)
     good = make_inputs(case)
     buffer = poisoned_buffer(case)
-    from megamoe_compile.custom_ops.pre_dispatch import _reject
+    from megamoe_compile.custom_ops.staging.pre_dispatch import _reject
 
     _reject(*good[:3], buffer, case.top_k)
     x, ids, weights, _ = good
@@ -309,14 +310,14 @@ def _nvcc_or_skip() -> None:
 
 def test_cuda_kernel_builds_without_spills(tmp_path: Path) -> None:
     _nvcc_or_skip()
-    library = cuda_build.build("pre_dispatch", ["pre_dispatch.cu"], cache_dir=tmp_path)
+    library = cuda_build.build("pre_dispatch", SOURCES, cache_dir=tmp_path)
     report = cuda_build.resource_report(library)
     assert len(report) == 8  # two id types, two weight types, two alignments
     for kernel in report:
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
         assert kernel.registers <= 32, kernel  # more would cost resident blocks
     built = library.stat().st_mtime_ns
-    assert cuda_build.build("pre_dispatch", ["pre_dispatch.cu"], cache_dir=tmp_path) == library
+    assert cuda_build.build("pre_dispatch", SOURCES, cache_dir=tmp_path) == library
     assert library.stat().st_mtime_ns == built
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".log", ".so"]
     assert cuda_build.load(library).megamoe_pre_dispatch

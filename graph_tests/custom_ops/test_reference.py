@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.reference import (
+from megamoe_compile.custom_ops.reference.recipe import (
     FP8,
     deinterleave_gate_up,
     dequantize_blocks,

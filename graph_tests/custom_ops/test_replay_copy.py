@@ -13,14 +13,15 @@ from helpers import assert_same, make_config, make_layer, named, outcome, random
 from torch import Tensor, nn
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import cuda_build, replay_copy
-from megamoe_compile.custom_ops.replay_copy import (
+from megamoe_compile.capture.outputs import GraphOutputs
+from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.cuda import replay_copy
+from megamoe_compile.custom_ops.cuda.replay_copy import (
     MAX_RANGES,
     CudaInputCopier,
     TorchInputCopier,
     input_copier,
 )
-from megamoe_compile.graph_outputs import GraphOutputs
 
 DTYPES = (torch.bfloat16, torch.int32, torch.int64, torch.float32, torch.uint8)
 
@@ -150,7 +151,7 @@ def test_the_kernel_builds_without_spills(tmp_path: Path) -> None:
     if reason:
         pytest.skip(reason)
     for arch in ("80", "90"):
-        library = cuda_build.build("replay_copy", ["replay_copy.cu"], arch, tmp_path)
+        library = cuda_build.build("replay_copy", ["cuda/replay_copy.cu"], arch, tmp_path)
         (kernel,) = cuda_build.resource_report(library)
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
     assert ctypes.sizeof(replay_copy._Request) == 24 * MAX_RANGES + 16  # asserted there too

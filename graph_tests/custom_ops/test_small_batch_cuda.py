@@ -1,7 +1,7 @@
 """The small-batch kernel against the recipe.
 
-The cases run twice: on an SM90 GPU, and without one on the CPU, where csrc/small_batch.cu is
-compiled with g++ and every CUDA thread is a fiber (cpu_gpu.hpp says what that checks and what not).
+The cases run twice: on an SM90 GPU, and without one on the CPU, where csrc/small_batch is compiled
+with g++ and every CUDA thread is a fiber (cpu_gpu.hpp says what that checks and what not).
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ import torch
 from helpers import assert_same, refuses, relative_error
 from torch import Tensor
 
-from megamoe_compile.custom_ops import cuda_build, small_batch_cuda
+from megamoe_compile.custom_ops.cuda import build as cuda_build
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.reference import (
+from megamoe_compile.custom_ops.reference.recipe import (
     interleave_gate_up,
     moe_reference,
     quantize_blocks,
 )
-from megamoe_compile.custom_ops.small_batch_cuda import INTERMEDIATE_GROUP, SmallBatch, Tuning
+from megamoe_compile.custom_ops.small_batch import kernel as small_batch_cuda
+from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
-HERE = Path(__file__).resolve().parent
+SUPPORT = Path(__file__).resolve().parents[1] / "support"
 SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 needs_sm90 = pytest.mark.skipif(not SM90, reason="needs an SM90 GPU")
 # Beside the recipe: fp32 sums in another order, and the matrix units' own sums of 128 products. A
@@ -215,7 +216,7 @@ Backend = tuple[str, ctypes.CDLL | None]
 
 @functools.cache
 def emulated() -> ctypes.CDLL:
-    """csrc/small_batch.cu for the CPU."""
+    """csrc/small_batch/small_batch.cu for the CPU."""
     if shutil.which("g++") is None:
         pytest.skip("g++ is not installed")
     try:
@@ -230,7 +231,7 @@ def emulated() -> ctypes.CDLL:
     library = folder / "small_batch.so"
     command = ["g++", "-O1", "-std=gnu++20", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi"]
     command.append("-Wl,-Bsymbolic")  # our cuda* functions, not those of a CUDA build of torch
-    command += [f"-I{include}", "-o", str(library), str(HERE / "cpu_gpu.cpp")]
+    command += [f"-I{include}", "-o", str(library), str(SUPPORT / "cpu_gpu.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     loaded = small_batch_cuda.declare(ctypes.CDLL(str(library)))
@@ -582,7 +583,7 @@ def test_slots_that_are_too_many_for_one_token() -> None:
 def test_what_the_compiler_made() -> None:
     """No spills, and no products that wait for each other (ptxas C7510 to C7520)."""
     try:
-        library = cuda_build.build("small_batch", ["small_batch.cu"])
+        library = cuda_build.build("small_batch", ["small_batch/small_batch.cu"])
     except BackendUnavailable as error:
         if "nvcc build" in str(error):
             raise

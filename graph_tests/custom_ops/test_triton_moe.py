@@ -40,11 +40,11 @@ from torch.library import opcheck
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops import library
-from megamoe_compile.custom_ops.deep_gemm import parse_version
-from megamoe_compile.custom_ops.reference import moe_reference
-from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
-from megamoe_compile.custom_ops.triton_runtime import TritonRuntime
-from megamoe_compile.custom_ops.triton_tiling import Device, Tiling
+from megamoe_compile.custom_ops.deep_gemm.runtime import parse_version
+from megamoe_compile.custom_ops.reference.recipe import moe_reference
+from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
+from megamoe_compile.custom_ops.triton.runtime import TritonRuntime
+from megamoe_compile.custom_ops.triton.tiling import Device, Tiling
 
 pytestmark = [
     pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed"),
@@ -470,7 +470,7 @@ def run_ranks(rank: int, world_size: int, device: str) -> None:
         # This rank's routed experts, and the shared one.
         local = config.num_experts // world_size
         own = [*range(rank * local, (rank + 1) * local), config.num_experts]
-        layer._install(mm.weights.PreparedWeights(*(t[own].clone() for t in weights)))  # type: ignore
+        layer.install(mm.weights.PreparedWeights(*(t[own].clone() for t in weights)))  # type: ignore
         context.warmup([4])
         eager = [[3, 0], [1, 8], [0, 0]]
         for seed, counts in enumerate(eager):
@@ -564,7 +564,7 @@ def test_gemms_compile_for(arch: int) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from megamoe_compile.custom_ops import triton_moe
+    from megamoe_compile.custom_ops.triton import kernels as triton_moe
 
     shared_memory = {80: 166912, 89: 101376, 90: 232448}[arch]
     gpu = Device(108, shared_memory, fp8_dot=arch >= 89)

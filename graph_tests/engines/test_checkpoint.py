@@ -19,15 +19,15 @@ pytest.importorskip("safetensors")
 from checkpoint_helpers import small_config, write_checkpoint
 from safetensors.torch import load_file, save_file
 
-from megamoe_compile import cli
-from megamoe_compile.custom_ops.reference import (
+from megamoe_compile.commands import cli
+from megamoe_compile.custom_ops.reference.recipe import (
     FP8,
     deinterleave_gate_up,
     dequantize_blocks,
     quantize_blocks,
 )
-from megamoe_compile.integrations import checkpoint as loading
-from megamoe_compile.integrations.checkpoint import Checkpoint, dequantize, load_checkpoint
+from megamoe_compile.engines.transformers import checkpoint as loading
+from megamoe_compile.engines.transformers.checkpoint import Checkpoint, dequantize, load_checkpoint
 
 ALL_EXPERTS = 8
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe_compile.custom_ops.router_topk import (
+from megamoe_compile.custom_ops.staging.router_topk import (
     router_topk,
     router_topk_reference,
     router_topk_triton,
@@ -74,7 +74,7 @@ def test_kernel_compiles() -> None:
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
 
-    from megamoe_compile.custom_ops.router_topk_triton import router_topk_kernel as kernel
+    from megamoe_compile.custom_ops.staging.router_topk_triton import router_topk_kernel as kernel
 
     signature = {"logits_ptr": "*bf16", "weights_ptr": "*bf16", "ids_ptr": "*i64"}
     constants = {"EXPERTS": 128, "TOP_K": 8, "RENORMALIZE": True, "WIDTH": 128, "SLOTS": 8}
@@ -103,7 +103,7 @@ def test_op() -> None:
 def prepared(config: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from megamoe_compile.integrations.transformers import prepare
+    from megamoe_compile.engines.transformers.model import prepare
 
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_softmax_routers_are_fused(renormalize: bool) -> None:
     pytest.importorskip("transformers")
     from checkpoint_helpers import small_config
 
-    from megamoe_compile.integrations.routers import FusedRouter, fuse_routers
+    from megamoe_compile.engines.transformers.routers import FusedRouter, fuse_routers
 
     model = prepared(small_config(norm_topk_prob=renormalize))
     names = set(dict(model.named_parameters()))
@@ -141,7 +141,7 @@ def test_other_routers_stay() -> None:
     transformers = pytest.importorskip("transformers")
     from checkpoint_helpers import small_config
 
-    from megamoe_compile.integrations.routers import fuse_routers
+    from megamoe_compile.engines.transformers.routers import fuse_routers
 
     config = transformers.Glm4MoeConfig(
         vocab_size=64,

@@ -28,12 +28,12 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.reference import FP8, dequantize_blocks, quantize_blocks
+from megamoe_compile.custom_ops.reference.recipe import FP8, dequantize_blocks, quantize_blocks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]")
 
-from megamoe_compile.integrations import transformers as megamoe  # noqa: E402
-from megamoe_compile.integrations.hf_experts import HFExperts, layout_of  # noqa: E402
+from megamoe_compile.engines.transformers import model as megamoe  # noqa: E402
+from megamoe_compile.engines.transformers.experts import HFExperts, layout_of  # noqa: E402
 
 CAPACITY = 64
 COMMON: dict[str, Any] = dict(

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import megamoe_compile as mm
-from megamoe_compile.hf_config import moe_shape
-from megamoe_compile.presets import PRESETS
+from megamoe_compile.models.hf_config import moe_shape
+from megamoe_compile.models.presets import PRESETS
 
 # Names as the config.json of each family has them, numbers of our own.
 DEEPSEEK = {

@@ -166,7 +166,7 @@ def silence(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("communicated before the check")
 
     for name in ("_all_gather", "_reduce_scatter"):
-        monkeypatch.setattr(mm.parallel, name, never)
+        monkeypatch.setattr(mm.parallel.rows, name, never)
 
 
 @pytest.mark.usefixtures("silence")

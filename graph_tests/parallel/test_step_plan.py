@@ -22,8 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import megamoe_compile as mm
-from megamoe_compile.agreement import fingerprint
-from megamoe_compile.step_plan import SPARE_ROWS
+from megamoe_compile.parallel.agreement import fingerprint
+from megamoe_compile.parallel.step_plan import SPARE_ROWS
 
 BUCKETS = [1, 4, 8]
 plan_of = mm.StepPlan.from_counts

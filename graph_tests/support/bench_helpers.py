@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from megamoe_compile.bench_columns import Options
-from megamoe_compile.bench_models import RandomSource
-from megamoe_compile.bench_step import ATTENTION, register_attention
+from megamoe_compile.commands.bench.columns import Options
+from megamoe_compile.commands.bench.models import RandomSource
+from megamoe_compile.commands.bench.step import ATTENTION, register_attention
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3MoeConfig
 
-from megamoe_compile.custom_ops.reference import BLOCK, quantize_blocks
+from megamoe_compile.custom_ops.reference.recipe import BLOCK, quantize_blocks
 
 
 def small_config(**changes: Any) -> Qwen3MoeConfig:

@@ -1,8 +1,8 @@
-// Built by test_small_batch_cuda.py: csrc/small_batch.cu with fibers for threads.
+// Built by test_small_batch_cuda.py: csrc/small_batch/small_batch.cu with fibers for threads.
 
 #include "cpu_gpu.hpp"
 
-#include "../csrc/small_batch.cu"
+#include "../../csrc/small_batch/small_batch.cu"
 
 namespace {
 
@@ -33,7 +33,7 @@ int emulator_variant(const MegaMoESmallBatchConfig* config, int tokens) {
     return static_cast<int>(small_batch::choose(*config, tokens, args) - small_batch::kVariants);
 }
 
-// What custom_ops/small_batch_cuda.py repeats, in the order of the test that compares them.
+// What custom_ops/small_batch/kernel.py repeats, in the order of the test that compares them.
 extern const int emulator_constants[];
 const int emulator_constants[] = {
     small_batch::kMaxExperts,

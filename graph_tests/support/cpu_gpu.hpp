@@ -1,4 +1,4 @@
-// Runs the kernel of csrc/small_batch.cu on a CPU: a stand-in for ptx.cuh, for the CUDA built-ins and
+// Runs the kernel of csrc/small_batch/small_batch.cu on a CPU: a stand-in for ptx.cuh, for the CUDA built-ins and
 // for the runtime, which cpu_gpu.cpp includes first. Every thread of every block is a fiber; they run until all
 // end, in an order drawn at random in which some warps are far ahead of others, so that a missing
 // barrier shows up as a wrong result. What it checks beyond the values:

@@ -15,8 +15,8 @@ from helpers import Inputs, RankPool, assert_close, make_config, random_checkpoi
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.reference import interleave_gate_up, moe_reference
-from megamoe_compile.custom_ops.symmetric import OVERLAP_VARIABLE
+from megamoe_compile.custom_ops.reference.recipe import interleave_gate_up, moe_reference
+from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
 
 SHAPE: dict[str, Any] = dict(hidden_size=512, intermediate_size=256, num_experts=16, top_k=4)
 DEVICE = "cuda:0"

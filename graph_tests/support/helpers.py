@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.reference import moe_reference, quantize_blocks
+from megamoe_compile.custom_ops.reference.recipe import moe_reference, quantize_blocks
 
 SMALL: Mapping[str, Any] = {
     "hidden_size": 128,

@@ -1,4 +1,4 @@
-"""Stand-ins for the two kernels behind csrc/fused_moe.cpp, on CPU tensors.
+"""Stand-ins for the two kernels behind csrc/deep_gemm/fused_moe.cpp, on CPU tensors.
 
 They get what the real ones get, through the same C interfaces, and together compute what the
 reference backend computes: so a wrong pointer, shape or stride shows up as a wrong result.
@@ -19,9 +19,11 @@ from helpers import Inputs, op_arguments
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops import fused_moe_native, library, pre_dispatch
-from megamoe_compile.custom_ops.fused_moe_native import CCall, NativeLaunch, TvmAny, address
-from megamoe_compile.custom_ops.reference import ReferenceRuntime
+from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.deep_gemm import native as fused_moe_native
+from megamoe_compile.custom_ops.deep_gemm.native import CCall, NativeLaunch, TvmAny, address
+from megamoe_compile.custom_ops.reference.recipe import ReferenceRuntime
+from megamoe_compile.custom_ops.staging import pre_dispatch
 
 STREAM, CONFIG, FUNCTION = 0x5EA0, 0xC0F0, 0xF00D
 FIXED = (None, 3, -(2**40), True, 2.5, "swiglu")

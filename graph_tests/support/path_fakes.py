@@ -17,10 +17,13 @@ from helpers import make_config
 from torch import Tensor
 
 import megamoe_compile as mm
-from megamoe_compile import capability, context, paths
-from megamoe_compile.custom_ops import graph_timing, measured, small_batch_cuda
+from megamoe_compile import context
+from megamoe_compile.backends import capability, paths
+from megamoe_compile.custom_ops.cuda import timing as graph_timing
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.reference import ReferenceRuntime, moe_reference, stage
+from megamoe_compile.custom_ops.paths import measured
+from megamoe_compile.custom_ops.reference.recipe import ReferenceRuntime, moe_reference, stage
+from megamoe_compile.custom_ops.small_batch import kernel as small_batch_cuda
 
 WHEEL = "0.1.5.post1"
 # Of (deep_gemm, small_batch): small_batch wins at 1 and 4, loses at 8 and 32.

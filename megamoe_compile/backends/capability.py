@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from .config import MegaMoEConfig
-from .custom_ops.errors import BackendUnavailable, mismatch
+from ..config import MegaMoEConfig
+from ..errors import BackendUnavailable, mismatch
 
 OTHERWISE = "backend='triton' runs here without it, and backend='reference' slowly."
 
@@ -102,7 +102,7 @@ def _import_triton(details: dict[str, Any]) -> tuple[bool, str | None]:
     try:
         import triton
 
-        from .custom_ops.triton_moe import INTERPRETED
+        from ..custom_ops.triton.kernels import INTERPRETED
     except Exception as error:  # a triton that does not fit fails in many ways
         return False, f"{type(error).__name__}: {error}"
     details["triton"] = triton.__version__
@@ -111,7 +111,7 @@ def _import_triton(details: dict[str, Any]) -> tuple[bool, str | None]:
 
 def _triton_problem(name: str, capability: tuple[int, int], details: dict[str, Any]) -> str | None:
     """What stands between this GPU and the Triton kernels."""
-    from .custom_ops.triton_runtime import MIN_COMPUTE_CAPABILITY
+    from ..custom_ops.triton.runtime import MIN_COMPUTE_CAPABILITY
 
     if capability < MIN_COMPUTE_CAPABILITY:
         return mismatch(
@@ -142,7 +142,9 @@ def _deep_gemm_problem(
     config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
 ) -> str | None:
     """What stands between this machine and the mega kernel, cheapest look first."""
-    from .custom_ops import cuda_build, deep_gemm, deep_gemm_check
+    from ..custom_ops.cuda import build as cuda_build
+    from ..custom_ops.deep_gemm import check as deep_gemm_check
+    from ..custom_ops.deep_gemm import runtime as deep_gemm
 
     wheel = deep_gemm.installed_version()
     details["deep_gemm"] = wheel

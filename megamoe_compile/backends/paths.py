@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from .backends import intermediate_alignment
-from .config import MegaMoEConfig
-from .custom_ops.cuda_build import default_cache_dir, sources_digest
-from .custom_ops.errors import BackendUnavailable, mismatch, require
-from .custom_ops.library import LAYOUT_VERSION
-from .custom_ops.path_choice import (
+from ..config import MegaMoEConfig
+from ..custom_ops.cuda.build import default_cache_dir, sources_digest
+from ..custom_ops.library import LAYOUT_VERSION
+from ..custom_ops.paths.choice import (
     DEEP_GEMM,
     PATHS,
     SMALL_BATCH,
@@ -21,11 +20,15 @@ from .custom_ops.path_choice import (
     PathName,
     check_pins,
 )
+from ..custom_ops.small_batch import kernel as small_batch_kernel
+from ..errors import BackendUnavailable, mismatch, require
+from ..version import __version__
+from .runtimes import intermediate_alignment
 
 if TYPE_CHECKING:
-    from .backends import AnyRuntime
-    from .custom_ops.deep_gemm import DeepGemmRuntime
-    from .custom_ops.small_batch_cuda import SmallBatch
+    from ..custom_ops.deep_gemm.runtime import DeepGemmRuntime
+    from ..custom_ops.small_batch.kernel import SmallBatch
+    from .runtimes import AnyRuntime
 
 
 def check_paths(
@@ -76,8 +79,8 @@ def add_small_batch(
     most = kernel.max_tokens
     cure = "Pin larger buckets to deep_gemm, or leave them out."
     require(pinned <= most, f"bucket pinned to {SMALL_BATCH}", f"at most {most}", pinned, cure)
-    from .custom_ops.graph_timing import time_in_turn
-    from .custom_ops.measured import MeasuredRuntime, SmallBatchPath
+    from ..custom_ops.cuda.timing import time_in_turn
+    from ..custom_ops.paths.measured import MeasuredRuntime, SmallBatchPath
 
     measured = MeasuredRuntime(
         mega,
@@ -95,7 +98,7 @@ def _small_batch(
     mega: DeepGemmRuntime, config: MegaMoEConfig, device: torch.device
 ) -> tuple[SmallBatch | None, str]:
     """The small-batch kernel, or None and what stands against it."""
-    from .custom_ops import small_batch_cuda
+    from ..custom_ops.small_batch import kernel as small_batch_cuda
 
     try:
         kernel = small_batch_cuda.SmallBatch(
@@ -117,8 +120,6 @@ def _small_batch(
 
 def _facts(mega: DeepGemmRuntime, config: MegaMoEConfig, device: torch.device) -> dict[str, object]:
     """What the time of a bucket depends on."""
-    from . import __version__
-
     gpu = torch.cuda.get_device_properties(device)
     return {
         "gpu": gpu.name,
@@ -128,7 +129,7 @@ def _facts(mega: DeepGemmRuntime, config: MegaMoEConfig, device: torch.device) -
         "sgl-deep-gemm": mega.api.wheel,
         "megamoe-compile": __version__,
         "layout_version": LAYOUT_VERSION,
-        "kernel_sources": sources_digest(),
+        "kernel_sources": sources_digest(Path(small_batch_kernel.__file__)),
         "hidden_size": config.hidden_size,
         "intermediate_size": config.padded_intermediate_size(intermediate_alignment(DEEP_GEMM)),
         "num_experts": config.num_experts,

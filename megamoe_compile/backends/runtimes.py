@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from .config import BLOCK, MegaMoEConfig
-from .custom_ops.reference import ReferenceRuntime
-from .custom_ops.triton_runtime import StepRows
+from ..config import BLOCK, MegaMoEConfig
+from ..custom_ops.reference.recipe import ReferenceRuntime
+from ..custom_ops.triton.runtime import StepRows
 
 if TYPE_CHECKING:
-    from .custom_ops.deep_gemm import DeepGemmRuntime
-    from .custom_ops.measured import MeasuredRuntime
-    from .custom_ops.triton_runtime import TritonRuntime
+    from ..custom_ops.deep_gemm.runtime import DeepGemmRuntime
+    from ..custom_ops.paths.measured import MeasuredRuntime
+    from ..custom_ops.triton.runtime import TritonRuntime
 
     AnyRuntime = ReferenceRuntime | DeepGemmRuntime | MeasuredRuntime | TritonRuntime
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def intermediate_alignment(backend: str) -> int:
     """What the backend's kernels need the intermediate size to be a multiple of."""
     if backend == "deep_gemm":
-        from .custom_ops.deep_gemm import INTERMEDIATE_ALIGNMENT
+        from ..custom_ops.deep_gemm.runtime import INTERMEDIATE_ALIGNMENT
 
         return INTERMEDIATE_ALIGNMENT
     return BLOCK
@@ -51,7 +51,7 @@ def make_runtime(
             group=group,
         )
     if backend == "deep_gemm":
-        from .custom_ops.deep_gemm import DeepGemmRuntime
+        from ..custom_ops.deep_gemm.runtime import DeepGemmRuntime
 
         return DeepGemmRuntime(
             hidden_size=config.hidden_size,
@@ -66,7 +66,7 @@ def make_runtime(
             group=group,
             num_sms=num_sms,
         )
-    from .custom_ops.triton_runtime import TritonRuntime
+    from ..custom_ops.triton.runtime import TritonRuntime
 
     return TritonRuntime(
         hidden_size=config.hidden_size,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from .context import ALL_VALID, MegaMoEContext
-from .custom_ops.errors import CapacityError, mismatch
+from ..context import ALL_VALID, MegaMoEContext
+from ..errors import CapacityError, mismatch
 
 
 def compile_one_graph(

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable
 from typing import TypeVar
 
-from .custom_ops.path_choice import Decision
+from ..custom_ops.paths.choice import Decision
 
 T = TypeVar("T")
 

@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .agreement import agreed, check_group, check_same
-from .capture_report import BucketSummary, compiled_graphs, progress_bar
-from .context import ALL_VALID, MegaMoEContext
-from .custom_ops.errors import CapacityError, NotWarmedUp, mismatch
-from .custom_ops.graph_fills import instantiator
-from .custom_ops.replay_copy import Write, input_copier
-from .graph_outputs import GraphOutputs
-from .step_plan import StepPlan
-from .step_settings import check_buckets
+from ..context import ALL_VALID, MegaMoEContext
+from ..custom_ops.cuda.graph_fills import instantiator
+from ..custom_ops.cuda.replay_copy import Write, input_copier
+from ..errors import CapacityError, NotWarmedUp, mismatch
+from ..parallel.agreement import agreed, check_group, check_same
+from ..parallel.step_plan import StepPlan
+from ..parallel.step_settings import check_buckets
+from .outputs import GraphOutputs
+from .report import BucketSummary, compiled_graphs, progress_bar
 from .watched import WatchedTensors, builds_native_check
 
 Rows = Literal["tokens", "requests"]

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .custom_ops import watched_native
-from .custom_ops.errors import BackendUnavailable, MegaMoEError, mismatch
+from ..custom_ops.cuda import watched as watched_native
+from ..errors import BackendUnavailable, MegaMoEError, mismatch
 
 log = logging.getLogger(__name__)
 

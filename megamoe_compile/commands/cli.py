@@ -13,8 +13,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from . import __version__
-from .custom_ops.errors import MegaMoEError
+from ..errors import MegaMoEError
+from ..version import __version__
 
 COMMANDS = {
     "doctor": "say what can run here, or why not and what to change",

@@ -17,12 +17,12 @@ from typing import Any, get_args
 
 import torch
 
-from . import __version__
-from .capability import probe
-from .config import Backend, MegaMoEConfig
-from .custom_ops.errors import BackendUnavailable, mismatch
+from ..backends.capability import probe
+from ..config import Backend, MegaMoEConfig
+from ..errors import BackendUnavailable, mismatch
+from ..models.presets import PRESETS
+from ..version import __version__
 from .plan import format_rows, human_bytes
-from .presets import PRESETS
 
 DEFAULT_PRESET = "deepseek-v4-flash"
 TRANSFORMERS = (5, 17)  # the first release whose experts can be replaced
@@ -38,7 +38,7 @@ def _installed(distribution: str) -> str | None:
 
 def _deep_gemm() -> dict[str, Any]:
     """The wheel, without importing it, and whether it was built for this torch."""
-    from .custom_ops.deep_gemm import DISTRIBUTION, wheel_problem
+    from ..custom_ops.deep_gemm.runtime import DISTRIBUTION, wheel_problem
 
     version = _installed(DISTRIBUTION)
     problem = None if version is None else wheel_problem(version, torch.__version__)
@@ -80,7 +80,7 @@ def _transformers() -> dict[str, Any]:
 
 
 def _nvcc() -> dict[str, Any]:
-    from .custom_ops.cuda_build import find_nvcc
+    from ..custom_ops.cuda.build import find_nvcc
 
     try:
         nvcc = find_nvcc()

@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-from .config import BLOCK, MegaMoEConfig
-from .custom_ops.deep_gemm import INTERMEDIATE_ALIGNMENT
-from .custom_ops.errors import mismatch
-from .presets import PRESETS
-from .weights import WeightGeometry
+from ..config import BLOCK, MegaMoEConfig
+from ..custom_ops.deep_gemm.runtime import INTERMEDIATE_ALIGNMENT
+from ..errors import mismatch
+from ..models.presets import PRESETS
+from ..weights import WeightGeometry
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .custom_ops.errors import mismatch
+from ..errors import mismatch
 
 HIDDEN_SIZE = ("hidden_size",)
 NUM_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")

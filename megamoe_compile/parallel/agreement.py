@@ -14,13 +14,7 @@ from typing import Any, NoReturn, TypeVar
 import torch
 import torch.distributed as dist
 
-from .custom_ops.errors import (
-    CapacityError,
-    ContextClosed,
-    MegaMoEError,
-    NotWarmedUp,
-    mismatch,
-)
+from ..errors import CapacityError, ContextClosed, MegaMoEError, NotWarmedUp, mismatch
 
 T = TypeVar("T")
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives  # defines torch.ops._c10d_functional
 from torch import Tensor
 
-from .custom_ops.errors import MegaMoEError, mismatch
-from .custom_ops.exchange import SymmetricExchange
+from ..custom_ops.symmetric.exchange import SymmetricExchange
+from ..errors import MegaMoEError, mismatch
 from .step_plan import StepPlan
 from .step_settings import check_rows
 

@@ -16,15 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .agreement import (
-    check_group,
-    check_member,
-    check_same,
-    exchange,
-    fingerprint,
-    wait_for_all,
-)
-from .custom_ops.errors import mismatch
+from ..errors import mismatch
+from .agreement import check_group, check_member, check_same, exchange, fingerprint, wait_for_all
 from .step_settings import (
     Mode,
     Settings,

@@ -12,8 +12,8 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from ..errors import CapacityError, mismatch
 from .agreement import fingerprint
-from .custom_ops.errors import CapacityError, mismatch
 
 Mode = Literal["max_len", "sum_len"]
 

@@ -2,8 +2,8 @@
 
 hf-eager     transformers' implementation "eager", a loop over experts, in bf16, nothing compiled
 hf           its fastest implementation of those that run here, in bf16, compiled and captured
-chain        FP8 experts as separate kernels (custom_ops/unfused_chain.py), compiled and captured
-megamoe      `integrations.transformers.prepare`, compiled, captured by the GraphRunner
+chain        FP8 experts as separate kernels (custom_ops/unfused/chain.py), compiled and captured
+megamoe      `engines.transformers.prepare`, compiled, captured by the GraphRunner
 
 Attention, static cache and the order of a step are the same in all columns; Inductor compiles all
 but the first in its default mode. The megamoe column alone has the routers of `fuse_routers`,
@@ -22,21 +22,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bench_models import (
-    Source,
-    model_without_experts,
-    set_bf16_experts,
-    set_fp8_experts,
-)
-from .bench_results import ColumnResult
-from .bench_step import BenchStep
-from .config import Backend
-from .custom_ops.errors import BackendUnavailable, mismatch
-from .custom_ops.graph_fills import instantiator
-from .custom_ops.graph_timing import capture
-from .graph import GraphRunner
-from .integrations.hf_experts import find_experts, swiglu_limit
-from .integrations.routers import FUSED, fuse_routers
+from ...capture.runner import GraphRunner
+from ...config import Backend
+from ...custom_ops.cuda.graph_fills import instantiator
+from ...custom_ops.cuda.timing import capture
+from ...engines.transformers.experts import find_experts, swiglu_limit
+from ...engines.transformers.routers import FUSED, fuse_routers
+from ...errors import BackendUnavailable, mismatch
+from .models import Source, model_without_experts, set_bf16_experts, set_fp8_experts
+from .results import ColumnResult
+from .step import BenchStep
 
 COLUMNS = ("hf-eager", "hf", "chain", "megamoe")
 HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")  # that need no kernel from elsewhere
@@ -193,7 +188,7 @@ def register_chain() -> str:
     """Register the unfused chain as an experts implementation of transformers; returns its name."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    from .custom_ops import unfused_chain  # noqa: F401 - defines the op
+    from ...custom_ops.unfused import chain as unfused_chain  # noqa: F401 - defines the op
 
     def forward(module: Any, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         return cast(
@@ -223,7 +218,7 @@ def _megamoe(
     stack: contextlib.ExitStack,
 ) -> Column:
     """All buckets are compiled and captured at once: one GraphRunner serves all batch sizes."""
-    from .integrations.transformers import prepare
+    from ...engines.transformers.model import prepare
 
     set_fp8_experts(model, options.source, options.device)
     context = stack.enter_context(

@@ -3,7 +3,7 @@
 Each column builds the model with the same weights, decodes with a static KV cache, and frees it.
 Results are written after every batch size of a column; a column that fails is reported with its
 error. Times come first, profiles of the replays last. `--parity` compares the outputs instead of
-the times (see `bench_parity.py`).
+the times (see `parity.py`).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, get_args
 
 import torch
 
-from . import bench_report
-from .bench_columns import COLUMNS, Options
-from .bench_models import PRESETS, RandomSource, fitting_layers, make_source
-from .bench_passes import profile_columns, run_columns
-from .bench_results import ColumnResult
-from .bench_step import ATTENTION, register_attention
-from .config import Backend
-from .custom_ops.errors import mismatch
-from .environment import environment
+from ...config import Backend
+from ...errors import mismatch
+from ..environment import environment
+from . import report as bench_report
+from .columns import COLUMNS, Options
+from .models import PRESETS, RandomSource, fitting_layers, make_source
+from .passes import profile_columns, run_columns
+from .results import ColumnResult
+from .step import ATTENTION, register_attention
 
 DEFAULT_BATCHES = (1, 8, 32, 64)
 DEFAULT_BUCKETS = (1, 2, 4, 8, 16, 32, 48, 64)
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
     }
     say(f"{source.name} on {facts['gpu']}")
     if args.parity:
-        from .bench_parity import run_parity
+        from .parity import run_parity
 
         return run_parity(options, facts, args.out, args.json, say)
     for column in run_columns(list(dict.fromkeys(args.columns)), options, say):

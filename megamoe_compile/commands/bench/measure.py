@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .integrations.hf_experts import is_experts
+from ...engines.transformers.experts import is_experts
 
 ROUTER = re.compile(r"topk|bitonicsort|radixselect", re.IGNORECASE)
 NORM = re.compile(r"rsqrt", re.IGNORECASE)

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from .custom_ops.errors import mismatch
-from .custom_ops.reference import BLOCK, FP8, FP8_MAX, dequantize_blocks, quantize_blocks
-from .hf_config import moe_shape
-from .integrations.checkpoint import Checkpoint, empty_model, fill
-from .integrations.hf_experts import find_experts, is_experts
+from ...custom_ops.reference.recipe import BLOCK, FP8, FP8_MAX, dequantize_blocks, quantize_blocks
+from ...engines.transformers.checkpoint import Checkpoint, empty_model, fill
+from ...engines.transformers.experts import find_experts, is_experts
+from ...errors import mismatch
+from ...models.hf_config import moe_shape
 
 # Class of transformers, and what differs from its defaults.
 PRESETS: Mapping[str, tuple[str, Mapping[str, Any]]] = {

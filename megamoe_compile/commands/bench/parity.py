@@ -5,13 +5,13 @@ tokens, and the two others, eager and with KV caches of their own, see the same 
 
 - `bf16`: the experts dequantized, computed by transformers as it is. Only the quantization of
   activations separates it from megamoe, and the bound is what that may cost.
-- `recipe`: the same FP8 numbers in plain PyTorch (custom_ops/reference.py), MegaMoE off. What is
-  left are roundings of bf16 and orders of sums, and the bound is tighter.
+- `recipe`: the same FP8 numbers in plain PyTorch (custom_ops/reference/), MegaMoE off. What is left
+  are roundings of bf16 and orders of sums, and the bound is tighter.
 
 Requests come and go, so that the batch size changes at nearly every step. A bound is on a row's
 largest logit difference, relative to its largest logit. Greedy tokens must be equal wherever the
 first leads the second by more than the bound. Each model has its own routers: tokens that took the
-same experts are held to the bound, and what holds for the others is in bench_routing.py.
+same experts are held to the bound, and what holds for the others is in routing.py.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .bench_columns import Options, Say
-from .bench_models import model_without_experts, set_bf16_experts, set_fp8_experts
-from .bench_report import with_ending
-from .bench_routing import RoutedParity, RoutedStep
-from .context import MegaMoEContext
-from .custom_ops.reference import moe_reference
-from .decode_batch import Batch, rank_sizes
-from .graph import GraphRunner
-from .integrations.hf_experts import find_experts, swiglu_limit
-from .slot_cache import DecodeStep, SlotCache
-from .weights import adopt
+from ...capture.runner import GraphRunner
+from ...context import MegaMoEContext
+from ...custom_ops.reference.recipe import moe_reference
+from ...engines.transformers.experts import find_experts, swiglu_limit
+from ...weights import adopt
+from ..decode.batch import Batch, rank_sizes
+from ..decode.slot_cache import DecodeStep, SlotCache
+from .columns import Options, Say
+from .models import model_without_experts, set_bf16_experts, set_fp8_experts
+from .report import with_ending
+from .routing import RoutedParity, RoutedStep
 
 BF16_TOLERANCE = 0.1
 RECIPE_TOLERANCE = 0.06
@@ -138,8 +138,8 @@ def _captured(step: RoutedStep, context: MegaMoEContext, options: Options, say: 
 
 
 def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, MegaMoEContext]:
-    from .integrations.routers import fuse_routers
-    from .integrations.transformers import prepare
+    from ...engines.transformers.model import prepare
+    from ...engines.transformers.routers import fuse_routers
 
     model = model_without_experts(options.source, options.device, "sdpa")
     set_fp8_experts(model, options.source, options.device)

@@ -14,12 +14,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from .bench_columns import Column, Options, Run, Say, built_column, peak_bytes
-from .bench_measure import HostTime, host_time, kernel_share, percent, step_bytes, time_steps
-from .bench_models import counting_experts, experts_shape
-from .bench_results import Cell, ColumnResult
-from .custom_ops.errors import BackendUnavailable, mismatch
-from .integrations.hf_experts import is_experts
+from ...engines.transformers.experts import is_experts
+from ...errors import BackendUnavailable, mismatch
+from .columns import Column, Options, Run, Say, built_column, peak_bytes
+from .measure import HostTime, host_time, kernel_share, percent, step_bytes, time_steps
+from .models import counting_experts, experts_shape
+from .results import Cell, ColumnResult
 
 # Its cost grows with every (token, expert) pair: once so many times slower than the best, it is not
 # tried at larger batches. The others may lose at one token and win at eight.

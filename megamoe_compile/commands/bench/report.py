@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .bench_measure import percent
-from .bench_results import Cell, ColumnResult
+from .measure import percent
+from .results import Cell, ColumnResult
 
 TITLES = {
     "hf-eager": "transformers, eager",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from .bench_measure import HostTime, KernelShare, StepTime
+from .measure import HostTime, KernelShare, StepTime
 
 
 @dataclasses.dataclass

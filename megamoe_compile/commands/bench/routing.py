@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .decode_report import Parity
-from .integrations.hf_experts import is_experts
-from .slot_cache import DecodeStep
+from ...engines.transformers.experts import is_experts
+from ..decode.report import Parity
+from ..decode.slot_cache import DecodeStep
 
 # Of a token's largest logit, where an expert differs. Seen: up to 0.47, in small models of three
 # kinds with 4 of 16 experts, where one weighs more than in a large model. The logits of two

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from .custom_ops.errors import MegaMoEError, mismatch
+from ...errors import MegaMoEError, mismatch
 
 ATTENTION = "megamoe_bench"
 MIN_GEMMS = 128  # about the multiprocessors of a GPU

@@ -25,18 +25,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .config import Backend
-from .context import MegaMoEContext
-from .custom_ops.errors import mismatch
-from .decode_batch import Batch, rank_sizes
-from .decode_model import load_model, random_model
-from .decode_ranks import number_of_ranks, run_ranks
-from .decode_report import BucketReport, DecodeReport, Parity, StepTimes
-from .graph import GraphRunner
-from .hf_config import moe_shape
-from .one_graph import compile_one_graph
+from ...capture.one_graph import compile_one_graph
+from ...capture.runner import GraphRunner
+from ...config import Backend
+from ...context import MegaMoEContext
+from ...errors import mismatch
+from ...models.hf_config import moe_shape
+from ...parallel.step_plan import StepPlan
+from .batch import Batch, rank_sizes
+from .model import load_model, random_model
+from .ranks import number_of_ranks, run_ranks
+from .report import BucketReport, DecodeReport, Parity, StepTimes
 from .slot_cache import DecodeStep, SlotCache
-from .step_plan import StepPlan
 
 BUCKETS = (1, 2, 4, 8)
 TOLERANCE = 0.05
@@ -311,8 +311,8 @@ def decode_rank(
     args: argparse.Namespace, local_rank: int, group: dist.ProcessGroup | None
 ) -> DecodeReport:
     """`decode` as the arguments say, on one rank of `group`."""
-    from .integrations.checkpoint import has_separate_experts, load_checkpoint
-    from .integrations.transformers import prepare
+    from ...engines.transformers.checkpoint import has_separate_experts, load_checkpoint
+    from ...engines.transformers.model import prepare
 
     device = args.device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda" and device.index is None and group is not None:

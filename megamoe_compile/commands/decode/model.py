@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from .custom_ops.errors import mismatch
-from .hf_config import moe_shape
+from ...errors import mismatch
+from ...models.hf_config import moe_shape
 
 
 def random_model(seed: int = 0) -> nn.Module:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 
-from .custom_ops.errors import MegaMoEError, mismatch
+from ...errors import MegaMoEError, mismatch
 
 T = TypeVar("T")
 GRACE = 10.0  # seconds in which the other ranks may say what they know, after the first failure

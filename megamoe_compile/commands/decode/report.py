@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .custom_ops.path_choice import Decision
+from ...custom_ops.paths.choice import Decision
 
 
 @dataclasses.dataclass

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from .custom_ops.errors import MegaMoEError, mismatch
+from ...errors import MegaMoEError, mismatch
 
 
 class SlotCache(nn.Module):

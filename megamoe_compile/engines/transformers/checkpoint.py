@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..context import MegaMoEContext
-from ..custom_ops.errors import mismatch
-from ..custom_ops.reference import BLOCK, FP8
-from ..hf_config import moe_shape
-from .hf_experts import HFExperts, find_experts, is_experts
-from .transformers import prepare_empty
+from ...context import MegaMoEContext
+from ...custom_ops.reference.recipe import BLOCK, FP8
+from ...errors import mismatch
+from ...models.hf_config import moe_shape
+from .experts import HFExperts, find_experts, is_experts
+from .model import prepare_empty
 
 T = TypeVar("T")
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import BLOCK
-from ..context import MegaMoEContext
-from ..custom_ops.errors import MegaMoEError, mismatch
-from ..custom_ops.reference import FP8, swiglu
-from ..module import MegaMoE
+from ...config import BLOCK
+from ...context import MegaMoEContext
+from ...custom_ops.reference.recipe import FP8, swiglu
+from ...errors import MegaMoEError, mismatch
+from ...module import MegaMoE
 
 CHILD = "megamoe"  # the name of the layer below the experts module
 PARAMETERS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")

@@ -1,6 +1,6 @@
 """Hugging Face transformers: `experts_implementation="megamoe"`.
 
-    from megamoe_compile.integrations import transformers as megamoe
+    from megamoe_compile.engines import transformers as megamoe
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     with megamoe.prepare(model, max_tokens_per_rank=2048):
@@ -29,11 +29,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..config import MegaMoEConfig
-from ..context import MegaMoEContext
-from ..custom_ops.errors import MegaMoEError, mismatch
-from ..hf_config import moe_shape
-from .hf_experts import (
+from ...config import MegaMoEConfig
+from ...context import MegaMoEContext
+from ...errors import MegaMoEError, mismatch
+from ...models.hf_config import moe_shape
+from .experts import (
     CHILD,
     HFExperts,
     Layout,
@@ -219,7 +219,7 @@ class _FirstCall:
                     "experts under torch.compile",
                     "converted to megamoe before they are traced",
                     "a first call",
-                    "Call megamoe_compile.integrations.transformers.prepare(model, ...), or the "
+                    "Call megamoe_compile.engines.transformers.prepare(model, ...), or the "
                     "model once eagerly, before the compiled call.",
                 )
             )

@@ -13,8 +13,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..custom_ops.router_topk import MAX_EXPERTS, router_topk
-from .hf_experts import CHILD
+from ...custom_ops.staging.router_topk import MAX_EXPERTS, router_topk
+from .experts import CHILD
 
 TRIED_ROWS = 64
 FUSED = "fused"

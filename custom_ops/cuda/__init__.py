@@ -1,0 +1,1 @@
+"""CUDA, whatever the backend: builds, launches, streams, timing, and what a replay needs."""

@@ -1,0 +1,1 @@
+"""Backend `reference`: the number recipe in PyTorch, the oracle of all others."""

@@ -1,0 +1,1 @@
+"""What stands before the experts: routing, and rows quantized and masked for them."""

@@ -1,0 +1,1 @@
+"""Peer-mapped memory, and the exchange of rows over it."""

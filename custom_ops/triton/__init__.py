@@ -1,0 +1,1 @@
+"""Backend `triton`: portable kernels, for any GPU from SM80."""

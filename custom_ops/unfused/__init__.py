@@ -1,0 +1,1 @@
+"""The experts as separate kernels around DeepGEMM's GEMMs, to measure against."""

@@ -1,0 +1,1 @@
+"""The `megamoe` program; nothing else imports it."""

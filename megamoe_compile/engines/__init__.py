@@ -1,0 +1,1 @@
+"""What calls the layer: one package per engine, over one seam."""

@@ -1,0 +1,1 @@
+"""What is known about models: shapes by name, and by Hugging Face configuration."""

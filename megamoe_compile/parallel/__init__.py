@@ -1,0 +1,1 @@
+"""What several ranks agree on: outcomes, step plans, and rows that attention exchanges."""
