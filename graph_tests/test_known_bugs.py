@@ -12,7 +12,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ import pytest
 import torch
 import torch._inductor.output_code
 import torch._inductor.utils
+from blocks import Block, inputs_of
 from helpers import (
     Inputs,
     assert_close,
@@ -31,7 +32,6 @@ from helpers import (
     random_inputs,
     refuses,
 )
-from test_compile import Block
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -40,16 +40,6 @@ from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import library
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-
-
-@pytest.fixture(scope="module")
-def layer() -> Iterator[mm.MegaMoE]:
-    with mm.MegaMoEContext(make_config(), device="cpu") as context:
-        yield make_layer(context)
-
-
-def inputs_of(layer: mm.MegaMoE, tokens: int, seed: int = 0) -> Inputs:
-    return random_inputs(layer.context.config, tokens, seed=seed)
 
 
 # -- what the compiler may not do -----------------------------------------------------------------

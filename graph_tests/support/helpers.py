@@ -35,6 +35,14 @@ SMALL: Mapping[str, Any] = {
     "max_tokens_per_rank": 64,
 }
 
+GPU_SHAPE: Mapping[str, Any] = {  # the smallest that all kernels of one rank take
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "num_experts": 16,
+    "top_k": 4,
+    "max_tokens_per_rank": 384,
+}
+
 # -- layers and inputs ----------------------------------------------------------------------------
 
 
