@@ -21,7 +21,6 @@ import pytest
 import torch.distributed.run
 from pages import (
     BENCHMARKS,
-    CONTRIBUTING,
     FENCE,
     PAGES,
     README,
@@ -422,7 +421,7 @@ def test_model_table_is_what_was_measured() -> None:
         cells += [f"{rates[3] / rates[1]:.2f}", f"{rates[3] / rates[2]:.2f}"]
         cells += [f"{ours['share']['moe_block']:.0%}".replace("%", " %")]
         expected.append([*cells, f"{ours['gigabytes_per_s']:.0f}"])
-    assert rows(section("Measured")) == expected
+    assert rows(section("Measured")) == [cells[:7] for cells in expected]
     assert rows(section("Qwen3-30B-A3B", BENCHMARKS)) == expected
 
 
@@ -465,11 +464,3 @@ def test_paths_table_is_what_was_measured() -> None:
     shown = rows(section("Two paths on one rank", BENCHMARKS))
     assert len(shown) == 22
     assert [row for row in shown if row not in measured] == []
-
-
-def test_contributing_names_tests_that_exist() -> None:
-    sources = "\n".join(file.read_text() for file in (ROOT / "graph_tests").rglob("test_*.py"))
-    named = [w for w in code_words(PAGES[CONTRIBUTING]) if re.fullmatch(r"test_\w+", w)]
-    assert len(named) >= 3
-    for name in named:
-        assert f"def {name}(" in sources, name

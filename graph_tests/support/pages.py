@@ -10,12 +10,7 @@ PAGES = {
     str(file.relative_to(ROOT)): file.read_text()
     for file in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 }
-README, BENCHMARKS, SUPPORT, CONTRIBUTING = (
-    "README.md",
-    "docs/benchmarks.md",
-    "docs/support.md",
-    "docs/contributing.md",
-)
+README, BENCHMARKS, SUPPORT = "README.md", "docs/benchmarks.md", "docs/support.md"
 FENCE = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(r"(?:[A-Z_]+=\S+ )?(?:make|megamoe|python3?|pytest|torchrun|pip) \S")
 
