@@ -20,8 +20,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..cuda import build as cuda_build
-from ..errors import BackendUnavailable, CapacityError, mismatch, require
+from ..cuda.launch import KernelLibrary
+from ..errors import CapacityError, mismatch, require
 
 GROUP = 128  # columns per scale
 MAX_TOP_K = 32
@@ -206,22 +206,6 @@ _VARIANTS = {
 }
 
 
-def build_library() -> ctypes.CDLL:
-    """Compile csrc/staging/pre_dispatch.cu, or find an earlier build, and load it.
-
-    Raises:
-        BackendUnavailable: no nvcc, a failed build, or a library that does not load.
-    """
-    library = cuda_build.load(cuda_build.build("pre_dispatch", ["staging/pre_dispatch.cu"]))
-    library.megamoe_error_string.argtypes = (ctypes.c_int,)
-    library.megamoe_error_string.restype = ctypes.c_char_p
-    library.megamoe_pre_dispatch_prepare.argtypes = (ctypes.c_void_p,)
-    library.megamoe_pre_dispatch_prepare.restype = ctypes.c_int
-    library.megamoe_pre_dispatch.argtypes = _CALL_ARGTYPES
-    library.megamoe_pre_dispatch.restype = ctypes.c_int
-    return library
-
-
 class PreDispatch:
     """Launcher of the CUDA kernel for one buffer. Construction compiles and loads every variant.
 
@@ -234,6 +218,7 @@ class PreDispatch:
         early_trigger: let a successor launched the same way start before this kernel ends. Only
             for a successor that executes griddepcontrol.wait: the SM90 mega kernel of DeepGEMM
             does from 0.2.5 on; the one of 0.1.5 and 0.2.2 never waits and would read stale rows.
+        library: for tests; default the one built from csrc.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -248,6 +233,7 @@ class PreDispatch:
         *,
         pdl: bool = True,
         early_trigger: bool = False,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         self._buffer = buffer  # with the next two: kept alive, since the kernel has raw pointers
         self._invalid_count = invalid_count
@@ -271,19 +257,18 @@ class PreDispatch:
             early_trigger=early_trigger,
         )
         self._config_address = ctypes.addressof(self._config)
-        self._library = build_library()
-        self._launch = self._library.megamoe_pre_dispatch
-        with torch.cuda.device(buffer.x.device):
-            error = self._library.megamoe_pre_dispatch_prepare(self._config_address)
-        if error:
-            raise BackendUnavailable(
-                mismatch(
-                    f"pre_dispatch kernel on {torch.cuda.get_device_name(buffer.x.device)}",
-                    "an SM90 GPU and a config the kernel takes",
-                    self._error_string(error),
-                    'backend="triton" runs on any GPU from SM80.',
-                )
-            )
+        self._library = KernelLibrary(
+            "pre_dispatch",
+            "staging",
+            _CALL_ARGTYPES,
+            buffer.x.device,
+            self._config_address,
+            arch="90a",
+            expected="an SM90 GPU and a config the kernel takes",
+            cure='backend="triton" runs on any GPU from SM80.',
+            loaded=library,
+        )
+        self._launch = self._library.function
 
     @property
     def address(self) -> tuple[int, int]:
@@ -291,10 +276,6 @@ class PreDispatch:
         launch = ctypes.cast(self._launch, ctypes.c_void_p).value
         assert launch is not None
         return launch, self._config_address
-
-    def _error_string(self, error: int) -> str:
-        text: bytes = self._library.megamoe_error_string(error)
-        return f"CUDA error {error} ({text.decode()})"
 
     def __call__(
         self,
@@ -349,14 +330,7 @@ class PreDispatch:
 
     def _fail(self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> NoReturn:
         _reject(x, topk_ids, topk_weights, self._buffer, self._top_k)
-        raise RuntimeError(
-            mismatch(
-                "pre_dispatch launch",
-                "success",
-                self._error_string(error),
-                "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1.",
-            )
-        )
+        raise self._library.failure(error)
 
 
 class TritonPreDispatch:

@@ -15,9 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import outcome, refuses
+from kernel_mocks import MockKernels, assert_interface
 from torch import Tensor
 
 from megamoe_compile.custom_ops.cuda import build as cuda_build
@@ -301,6 +304,32 @@ def test_bad_inputs_are_named() -> None:
         StagingBuffer(buffer.x, buffer.scale, buffer.ids[::2], buffer.weights)
 
 
+def test_a_failed_launch_is_named() -> None:
+    """What is wrong with the inputs where the library refuses them, and else the error."""
+    case = Case(4, 256, top_k=2)
+    x, ids, weights, num_valid = make_inputs(case)
+    zero, returned = torch.zeros(1, dtype=torch.int32), [0]
+    calls: list[tuple[Any, ...]] = []
+
+    def launch(*args: Any) -> int:
+        calls.append(args)
+        return 1 if args[-2] < 0 else returned[0]
+
+    library: Any = MockKernels("pre_dispatch", launch)
+    launcher = PreDispatch(poisoned_buffer(case), case.routing, zero, library=library)
+    assert library.configs == [launcher._config_address]
+    launcher(x, ids, weights, num_valid, zero, 99)
+    assert calls[0][0] == launcher._config_address and calls[0][-3:] == (4, 2, 99)
+    with pytest.raises(ValueError, match=r"topk_ids\.dtype"):
+        launcher(x, ids.short(), weights, num_valid, zero, 99)
+    returned[0] = 700
+    got = outcome(lambda: launcher(x, ids, weights, num_valid, zero, 99))
+    assert got.startswith("RuntimeError: call of pre_dispatch: expected success, got CUDA error ")
+    refusing: Any = MockKernels("pre_dispatch", launch, refusal=209)
+    with refuses(BackendUnavailable, "pre_dispatch kernels on cpu", "SM90", 'backend="triton"'):
+        PreDispatch(poisoned_buffer(case), case.routing, zero, library=refusing)
+
+
 def _nvcc_or_skip() -> None:
     try:
         cuda_build.find_nvcc()
@@ -320,7 +349,7 @@ def test_cuda_kernel_builds_without_spills(tmp_path: Path) -> None:
     assert cuda_build.build("pre_dispatch", SOURCES, cache_dir=tmp_path) == library
     assert library.stat().st_mtime_ns == built
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".log", ".so"]
-    assert cuda_build.load(library).megamoe_pre_dispatch
+    assert_interface(library, "pre_dispatch")
 
 
 def test_build_failures_say_what_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
