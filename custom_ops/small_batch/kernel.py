@@ -25,7 +25,7 @@ from torch import Tensor
 from ..cuda import build as cuda_build
 from ..errors import BackendUnavailable, mismatch, require
 from ..reference.recipe import BLOCK
-from ..staging.pre_dispatch import require_rows
+from ..staging.rows import DTYPE_BITS, check_rows
 
 MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch/routing.cuh
 MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
@@ -93,8 +93,6 @@ _CALL_ARGTYPES = (
     *(_INT, _INT),  # num_tokens, dtypes
     _POINTER,  # stream
 )
-_ID_BITS = {torch.int32: 0, torch.int64: 2}
-_WEIGHT_BITS = {torch.float32: 0, torch.bfloat16: 1}
 
 
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
@@ -292,10 +290,9 @@ class SmallBatch:
         ids_stride, ids_column = topk_ids.stride()
         weights_stride, weights_column = topk_weights.stride()
         slots = (tokens, self._top_k)
-        dtypes = _ID_BITS.get(topk_ids.dtype, 8) + _WEIGHT_BITS.get(topk_weights.dtype, 8)
+        dtypes = DTYPE_BITS.get((x.dtype, topk_ids.dtype, topk_weights.dtype), -1)
         if (
-            x.dtype is not torch.bfloat16
-            or x.shape[1] != self._hidden_size
+            x.shape[1] != self._hidden_size
             or x_column != 1
             or topk_ids.shape != slots
             or topk_weights.shape != slots
@@ -326,21 +323,15 @@ class SmallBatch:
             self._fail(error, x, topk_ids, topk_weights)
 
     def _fail(self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> NoReturn:
-        tokens = x.shape[0]
-        require(
-            tokens <= self.max_tokens,
-            "tokens",
-            f"at most {self.max_tokens}",
-            tokens,
-            "Split them, or take the mega kernel.",
+        check_rows(
+            x,
+            topk_ids,
+            topk_weights,
+            hidden_size=self._hidden_size,
+            top_k=self._top_k,
+            most=self.max_tokens,
+            cure="Split them, or take the mega kernel.",
         )
-        inputs = (
-            ("x", x, self._hidden_size, (torch.bfloat16,)),
-            ("topk_ids", topk_ids, self._top_k, tuple(_ID_BITS)),
-            ("topk_weights", topk_weights, self._top_k, tuple(_WEIGHT_BITS)),
-        )
-        for name, view, columns, dtypes in inputs:
-            require_rows(name, view, tokens, columns, dtypes, "geometry")
         raise RuntimeError(
             mismatch(
                 "small-batch launch",

@@ -22,6 +22,7 @@ from torch import Tensor
 from ..cuda.stream import check_current, refuse_cold_capture
 from ..errors import CapacityError, ContextClosed, mismatch
 from ..reference.recipe import BLOCK
+from ..staging.pre_dispatch import Routing, TwinLaunch, power_of_two
 from ..symmetric.exchange import SymmetricTransport, Transport
 from ..symmetric.memory import agree, check_peers, ranks_on_my_device, this_peer
 from .tiling import Device, Tiling
@@ -149,7 +150,7 @@ class TritonRuntime:
         self._first_expert = self.rank * self._experts
         self._gpu = gpu or Device.of(device)
         self._step_rows = step_rows or StepRows()
-        self._limit, self._scaling = swiglu_limit, routed_scaling_factor
+        self._limit = swiglu_limit
         self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
         self._record = _Record(hidden_size, self._slots)
         self._transport = make_transport(
@@ -159,7 +160,16 @@ class TritonRuntime:
         self.buffer_bytes = agree(group, "allocating the workspaces", self._allocate)
         if isinstance(self._transport, SymmetricTransport):
             self.buffer_bytes += self._transport.nbytes
-        self._constants = self._make_constants(num_experts, local, num_shared_experts)
+        self._constants = self._make_constants()
+        nbytes = self._record.nbytes
+        self._twin = TwinLaunch(
+            self._record.views(self._staged, torch.uint8),
+            (nbytes, nbytes // 4, nbytes // 8, nbytes // 4),
+            Routing(num_experts, local, num_shared_experts, self.rank, routed_scaling_factor),
+            self.invalid_count,
+            hidden=hidden_size,
+            top_k=top_k,
+        )
         self._warm: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -198,33 +208,17 @@ class TritonRuntime:
         self._slot_results = empty(pairs, hidden, dtype=torch.bfloat16)
         return total
 
-    def _make_constants(self, num_experts: int, local: int, shared: int) -> dict[str, Any]:
+    def _make_constants(self) -> dict[str, Any]:
         """Per kernel, its constexpr arguments that no call changes."""
         hidden, slots, nbytes = self._hidden, self._slots, self._record.nbytes
         geometry = {
             "HIDDEN": hidden,
             "INTERMEDIATE": self._intermediate,
             "EXPERTS": self._experts,
-            "EXPERTS_P2": _power_of_two(self._experts),
+            "EXPERTS_P2": power_of_two(self._experts),
             "FP8_DOT": self._gpu.fp8_dot,
         }
-        groups = min(8, _power_of_two(hidden // BLOCK))
-        self._stage_parts = -(-(hidden // BLOCK) // groups)
         return {
-            "stage": {
-                "HIDDEN": hidden,
-                "TOP_K": self.top_k,
-                "NUM_EXPERTS": num_experts,
-                "NUM_LOCAL": local,
-                "NUM_SHARED": shared,
-                "FIRST_SHARED": self._first_expert + local,
-                "GROUPS": groups,
-                "SLOTS": _power_of_two(slots),
-                "X_STRIDE": nbytes,
-                "SCALE_STRIDE": nbytes // 4,
-                "IDS_STRIDE": nbytes // 8,
-                "WEIGHTS_STRIDE": nbytes // 4,
-            },
             "group": {"SLOTS": slots, "IDS_STRIDE": nbytes // 8, "CHUNK": SORT_CHUNK},
             "gate_up": geometry
             | {
@@ -331,25 +325,7 @@ class TritonRuntime:
         launch_count: Tensor,
         rows: int,
     ) -> None:
-        tokens = x.shape[0]
-        staged = self._record.views(self._staged, torch.uint8)
-        self._kernels.pre_dispatch_kernel[(max(rows, 1), self._stage_parts)](
-            x,
-            x.stride(0),
-            topk_ids,
-            topk_ids.stride(0),
-            topk_weights,
-            topk_weights.stride(0),
-            num_valid,
-            launch_count,
-            tokens,
-            rows,
-            *staged,
-            self.invalid_count,
-            self._scaling,
-            ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
-            **self._constants["stage"],
-        )
+        self._twin(x, topk_ids, topk_weights, num_valid, launch_count, rows)
 
     def _run_experts(
         self,
@@ -469,7 +445,7 @@ class TritonRuntime:
             torch.cuda.synchronize(self.device)
         self._closed, self._transport = True, None
         for name, value in list(vars(self).items()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | TwinLaunch):
                 delattr(self, name)
 
 
@@ -477,8 +453,3 @@ def _import_kernels() -> Any:
     from . import kernels as triton_moe  # imports triton
 
     return triton_moe
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()

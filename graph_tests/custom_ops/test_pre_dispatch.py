@@ -32,6 +32,7 @@ from megamoe_compile.custom_ops.staging.pre_dispatch import (
     StagingBuffer,
     TritonPreDispatch,
 )
+from megamoe_compile.custom_ops.staging.rows import check_rows
 
 SOURCES = ["staging/pre_dispatch.cu"]
 CAPACITY_MARGIN = 3  # rows of the buffer behind the last token
@@ -284,9 +285,8 @@ def test_bad_inputs_are_named() -> None:
     case = Case(4, 256, top_k=2)
     good = make_inputs(case)
     buffer = poisoned_buffer(case)
-    from megamoe_compile.custom_ops.staging.pre_dispatch import _reject
-
-    _reject(*good[:3], buffer, case.top_k)
+    limits = buffer.limits(case.top_k)
+    check_rows(*good[:3], *limits)
     x, ids, weights, _ = good
     for bad, message in (
         ((x[:, :128], ids, weights), r"x\.shape.*expected \(4, 256\), got \(4, 128\)"),
@@ -296,10 +296,16 @@ def test_bad_inputs_are_named() -> None:
         ((x, ids, weights.T.contiguous().T), r"topk_weights\.stride"),
     ):
         with pytest.raises(ValueError, match=message):
-            _reject(*bad, buffer, case.top_k)
+            check_rows(*bad, *limits)
     many = make_inputs(replace(case, tokens=8))
     with pytest.raises(CapacityError, match="at most 7, got 8"):
-        _reject(*many[:3], buffer, case.top_k)
+        check_rows(*many[:3], *limits)
+    with pytest.raises(CapacityError, match=r"at most 7, got 8\. Call another\."):
+        check_rows(*many[:3], *limits, cure="Call another.")
+    single = Case(4, 256, top_k=1)
+    x, ids, weights, _ = make_inputs(single)
+    column = ids.expand(4, 2)[:, ::2]  # one column has no stride to speak of
+    check_rows(x, column, weights, *poisoned_buffer(single).limits(1))
     with pytest.raises(ValueError, match="contiguous"):
         StagingBuffer(buffer.x, buffer.scale, buffer.ids[::2], buffer.weights)
 

@@ -426,7 +426,7 @@ def test_most_tokens_of_a_call(backend: Backend) -> None:
         assert op.max_tokens == most
     layer = make_layer(Case(9, experts=128, top_k=128), *backend)
     assert layer.op.max_tokens == 8
-    with refuses(ValueError, "tokens: expected at most 8, got 9"):
+    with refuses(ValueError, "tokens on this rank: expected at most 8, got 9"):
         layer()
 
 

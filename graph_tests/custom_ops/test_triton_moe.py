@@ -37,6 +37,7 @@ from helpers import (
 )
 from torch import Tensor
 from torch.library import opcheck
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops import library
@@ -374,6 +375,17 @@ def check_sort_in_chunks(device: str) -> None:
 
 def test_pairs_are_sorted_by_expert(run: Runner) -> None:
     run(check_sort_in_chunks)
+
+
+def check_close_frees(device: str) -> None:
+    context = Bench(Case(2, TINY), device).context
+    staged = StorageWeakRef(context._runtime._staged.untyped_storage())  # type: ignore[union-attr]
+    context.close()
+    assert staged.expired()
+
+
+def test_a_closed_context_keeps_no_workspace(run: Runner) -> None:
+    run(check_close_frees)
 
 
 def check_not_worse(device: str) -> None:
