@@ -378,10 +378,10 @@ def test_pairs_are_sorted_by_expert(run: Runner) -> None:
 
 
 def check_close_frees(device: str) -> None:
-    context = Bench(Case(2, TINY), device).context
-    staged = StorageWeakRef(context._runtime._staged.untyped_storage())  # type: ignore[union-attr]
-    context.close()
-    assert staged.expired()
+    bench = Bench(Case(2, TINY), device)
+    staged = StorageWeakRef(bench.runtime._staged.untyped_storage())  # type: ignore[union-attr]
+    bench.context.close()  # the runtime itself lives on here
+    assert bench.runtime is not None and staged.expired()
 
 
 def test_a_closed_context_keeps_no_workspace(run: Runner) -> None:
