@@ -22,7 +22,7 @@ import torch
 
 from megamoe_compile.commands.bench import measure as bench_measure
 from megamoe_compile.commands.environment import environment as environment
-from megamoe_compile.custom_ops.cuda.timing import capture
+from megamoe_compile.custom_ops.cuda.timing import capture_calls
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def time_variants(
         align: of several ranks: queued before each timed replay, so that all ranks start together.
         slowest: of several ranks: from this rank's times of each round to those of the slowest.
     """
-    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    graphs = {name: (capture_calls(calls), len(calls)) for name, calls in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for graph, _ in graphs.values():
         for _ in range(3):

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 
 from ...capture.runner import GraphRunner
 from ...config import Backend
+from ...custom_ops.cuda.capture import capture
 from ...custom_ops.cuda.graph_fills import instantiator
-from ...custom_ops.cuda.timing import capture
 from ...engines.transformers.experts import find_experts, swiglu_limit
 from ...engines.transformers.routers import FUSED, fuse_routers
 from ...errors import BackendUnavailable, mismatch
@@ -321,7 +321,7 @@ def _captured(step: BenchStep, options: Options, batch: int, name: str, say: Say
     with torch.compiler.set_stance("fail_on_recompile"):
         # Its outputs stay in the graph's pool: nobody reads them between replays.
         # Its fills become kernels, as the GraphRunner's do: only the experts should differ.
-        graph = capture([lambda: step(static, position)], instantiator(options.device))
+        graph, _ = capture(lambda: step(static, position), instantiate=instantiator(options.device))
     synchronize(options.device)
 
     def replay(tokens: Tensor) -> None:
