@@ -22,7 +22,7 @@ from ...config import Backend
 from ...errors import mismatch
 from ..environment import environment
 from . import report as bench_report
-from .columns import COLUMNS, Options
+from .columns import KINDS, Options
 from .models import PRESETS, RandomSource, fitting_layers, make_source
 from .passes import profile_columns, run_columns
 from .results import ColumnResult
@@ -75,8 +75,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--columns",
         nargs="+",
-        choices=COLUMNS,
-        default=list(COLUMNS),
+        choices=tuple(KINDS),
+        default=list(KINDS),
         help="(default: all four)",
     )
     parser.add_argument(
