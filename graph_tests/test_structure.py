@@ -47,7 +47,7 @@ ROOMS = (
 # These hold one engine or one command each, and only what is named may be imported by another.
 INNER = {
     f"{LIBRARY}.engines": ("seam", "transformers"),
-    f"{LIBRARY}.commands": ("environment", "plan", "doctor", "decode", "bench", "cli"),
+    f"{LIBRARY}.commands": ("arguments", "environment", "plan", "doctor", "decode", "bench", "cli"),
 }
 # The only files that may import these, at whatever level.
 OWNERS = {
