@@ -41,6 +41,12 @@ def recipe(inputs: Inputs, layer: mm.MegaMoE, intermediate_group: int) -> Tensor
     )
 
 
+def floor_us(experts: int, layer: mm.MegaMoE, bandwidth: float) -> float:
+    """Microseconds to read the FP8 bytes of so many experts at `bandwidth`, in bytes per second."""
+    per_expert = 3 * layer.w2.shape[1] * layer.w2.shape[2]
+    return experts * per_expert / bandwidth * 1e6
+
+
 def relative_error(got: Tensor, want: Tensor) -> float:
     """Of all rows together; 0 for no rows, inf for what is not finite."""
     norm = float(want.double().norm())

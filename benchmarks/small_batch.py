@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,8 +21,17 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from benchmarks.layer import Bench
-from benchmarks.layers import Inputs, recipe, relative_error, same_weights
-from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
+from benchmarks.layers import Inputs, floor_us, recipe, relative_error, same_weights
+from benchmarks.plots import draw_lines, panels
+from benchmarks.timing import (
+    add_run_arguments,
+    copy_bandwidth,
+    markdown,
+    results,
+    show,
+    time_variants,
+    write_results,
+)
 from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
 # Shape -> preset, local experts, and the aims: tokens -> most time over the floor.
@@ -41,6 +49,7 @@ TUNED = {
     "sms128": replace(DEFAULT, num_sms=128),
 }
 TOLERANCE = 0.006
+LINES = (("mega_us", "x--"), ("small_us", "o-"), ("floor_us", "k:"))
 
 
 def small_batch(bench: Bench, tuning: Tuning) -> SmallBatch:
@@ -107,8 +116,8 @@ def measure(
             y = torch.empty_like(pairs[0][0][0])
             variants[name] = [functools.partial(call, op, bench, *pair, y) for pair in pairs]
     times = time_variants(variants, rounds)
-    per_expert = 3 * bench.config.hidden_size * pairs[0][1].w2.shape[2]
-    floor = int(pairs[0][0][1].unique().numel()) * per_expert / bandwidth * 1e6
+    (_, ids, _), layer = pairs[0]
+    floor = floor_us(int(ids.unique().numel()), layer, bandwidth)
     row: dict[str, Any] = {"tokens": tokens, "floor_us": floor}
     for name, time in times.items():
         row[f"{name}_us"] = time.median
@@ -126,28 +135,17 @@ def measure(
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        mine = [row for row in rows if row["shape"] == shape]
-        for key, style in (("mega_us", "x--"), ("small_us", "o-"), ("floor_us", "k:")):
-            points = [(row["tokens"], row[key]) for row in mine if key in row]
-            axis.plot(*zip(*points, strict=True), style, label=key.removesuffix("_us"))
-        for choice, marker in (("small_batch", "v"), ("deep_gemm", "^")):
-            points = [(row["tokens"], row["auto_us"]) for row in mine if row["choice"] == choice]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker, mfc="none", label=f"auto: {choice}")
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer", title=shape)
-        axis.set_xticks([row["tokens"] for row in mine], [str(row["tokens"]) for row in mine])
-        axis.minorticks_off()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    with panels(rows, path, "shape") as drawn:
+        for axis, mine in drawn:
+            draw_lines(axis, mine, LINES)
+            for choice, marker in (("small_batch", "v"), ("deep_gemm", "^")):
+                chosen = [row for row in mine if row["choice"] == choice]
+                points = [(row["tokens"], row["auto_us"]) for row in chosen]
+                if points:
+                    label = f"auto: {choice}"
+                    axis.plot(*zip(*points, strict=True), marker, mfc="none", label=label)
+            axis.set_xticks([row["tokens"] for row in mine], [str(row["tokens"]) for row in mine])
+            axis.minorticks_off()
 
 
 def main() -> None:
@@ -156,17 +154,11 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 512")
     parser.add_argument("--aims", action="store_true", help="only tokens with an aim")
     parser.add_argument("--tune", action="store_true", help="add the kernel under other settings")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    add_run_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
-    data: dict[str, Any] = {
-        "environment": environment(args.commit),
-        "copy_terabytes_per_second": bandwidth / 1e12,
-        "rows": [],
-    }
+    data = results(args, bandwidth)
     for shape in args.shapes:
         preset, experts, aims = SHAPES[shape]
         config = mm.MegaMoEConfig.preset(
@@ -181,13 +173,10 @@ def main() -> None:
             row = {"shape": shape, **measure(bench, auto, ops, tokens, bandwidth, args.rounds)}
             row["aim"] = aims.get(tokens, "")
             data["rows"].append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
-                  flush=True)  # fmt: skip
-        bench.context.close()
-        auto.context.close()
-        del bench, auto, ops
-        gc.collect()
-        torch.cuda.empty_cache()
+            show(row)
+        del ops
+        auto.close()
+        bench.close()
     columns = (
         *("shape", "tokens", "small_us", "mega_us", "auto_us", "choice", "auto/best", "floor_us"),
         *("small/floor", "mega/floor", "aim", "relative_error"),

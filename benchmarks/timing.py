@@ -11,6 +11,7 @@ around a single short replay measure launch latency, hence many calls per graph.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,30 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1000)
     return 2 * source.nbytes / statistics.median(samples[2:])
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, out_required: bool = True) -> None:
+    """--rounds, --out and --commit."""
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--out", type=Path, required=out_required, help="results: OUT.json, OUT.md, OUT.png"
+    )
+    parser.add_argument("--commit", help="of this code, where the run has no repository")
+
+
+def results(args: argparse.Namespace, bandwidth: float, **facts: Any) -> dict[str, Any]:
+    """What a result file begins with; its "rows" are empty yet."""
+    return {
+        "environment": environment(args.commit),
+        "copy_terabytes_per_second": bandwidth / 1e12,
+        **facts,
+        "rows": [],
+    }
+
+
+def show(row: Mapping[str, Any]) -> None:
+    """Print a row, at once."""
+    print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 def write_results(path: Path, data: Mapping[str, Any], table: str) -> None:
