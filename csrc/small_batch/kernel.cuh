@@ -429,6 +429,17 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 
 // -- the products --------------------------------------------------------------------------------
 
+// Waits for the products of a stage, and gives its slot back.
+template <typename S, typename Products>
+__device__ __forceinline__ void leave_stage(const Ring<S>& ring, Place& place, int slot,
+                                            Products& products) {
+    ptx::multiply_wait();
+    ptx::hold(products);
+    __syncwarp();  // all lanes have read the scales
+    if (lane_index() == 0) ptx::arrive(ring.empty + slot);
+    place.next(ring.args.stages);
+}
+
 // total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
 template <typename S>
 __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
@@ -468,12 +479,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
                 gate_scale[s][j] = make_float2(gate * of_row.x, gate * of_row.y);
                 up_scale[s][j] = make_float2(up * of_row.x, up * of_row.y);
             }
-        ptx::multiply_wait();
-#pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) ptx::hold(part[s]);
-        __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
-        place.next(args.stages);
+        leave_stage(ring, place, slot, part);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
@@ -525,14 +531,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                     scale[s][k][j] = make_float2(of_weights * two.x, of_weights * two.y);
                 }
         }
-        ptx::multiply_wait();
-#pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s)
-#pragma unroll
-            for (int k = 0; k < kParts; ++k) ptx::hold(part[s][k]);
-        __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
-        place.next(args.stages);
+        leave_stage(ring, place, slot, part);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
