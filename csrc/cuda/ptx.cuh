@@ -1,6 +1,6 @@
 // The PTX that small_batch.cu needs, one function per instruction. Nothing else in the kernel is
 // assembly, so that a test can put functions with the same names in their place and run the kernel
-// on a CPU (graph_tests/cpu_gpu.hpp).
+// on a CPU (graph_tests/support/cpu_gpu.hpp).
 
 #ifndef MEGAMOE_PTX_CUH
 #define MEGAMOE_PTX_CUH
