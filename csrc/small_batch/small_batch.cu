@@ -30,6 +30,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../cuda/library.cuh"
 #include "kernel.cuh"
 #include "plan.cuh"
 
@@ -361,13 +362,9 @@ inline const Variant* choose(const MegaMoESmallBatchConfig& config, int tokens, 
 
 extern "C" {
 
-const char* megamoe_error_string(int error) {
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}
-
 // Checks `config`, loads every kernel of its flavour onto the current device, lets it use all
 // shared memory, and sets config->max_tokens: the most tokens of one launch, 0 if none fits.
-int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
+int megamoe_prepare(MegaMoESmallBatchConfig* config) {
     using namespace small_batch;
     const int local = config->num_routed + config->num_shared;
     const int slots = config->top_k + config->num_shared;
@@ -381,10 +378,7 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
         const cudaError_t error =
             cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel(*config)),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
-        if (error != cudaSuccess) {
-            cudaGetLastError();  // the caller has it
-            return error;
-        }
+        if (error != cudaSuccess) return library::returned(error);
     }
     // Every number of tokens up to it must fit.
     for (int tokens = 1; tokens * slots <= kMaxPairs; ++tokens) {
@@ -459,10 +453,8 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     shape.attrs = &programmatic;
     shape.numAttrs = config->pdl ? 1 : 0;
     void* parameters[] = {&args, &map13, &map2};
-    error = cudaLaunchKernelExC(&shape, reinterpret_cast<const void*>(chosen->kernel(*config)),
-                                parameters);
-    if (error != cudaSuccess) cudaGetLastError();
-    return error;
+    return library::returned(cudaLaunchKernelExC(
+        &shape, reinterpret_cast<const void*>(chosen->kernel(*config)), parameters));
 }
 
 }  // extern "C"

@@ -22,8 +22,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..cuda import build as cuda_build
-from ..errors import BackendUnavailable, mismatch, require
+from ..cuda.launch import KernelLibrary
+from ..errors import require
 from ..reference.recipe import BLOCK
 from ..staging.rows import DTYPE_BITS, check_rows
 
@@ -98,26 +98,6 @@ _CALL_ARGTYPES = (
     _POINTER,  # stream
 )
 _Biases = tuple[Tensor | None, Tensor | None]  # w13_bias, w2_bias
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the argument types of the library's functions."""
-    library.megamoe_error_string.argtypes = (ctypes.c_int,)
-    library.megamoe_error_string.restype = ctypes.c_char_p
-    library.megamoe_small_batch_prepare.argtypes = (ctypes.c_void_p,)
-    library.megamoe_small_batch_prepare.restype = ctypes.c_int
-    library.megamoe_small_batch.argtypes = _CALL_ARGTYPES
-    library.megamoe_small_batch.restype = ctypes.c_int
-    return library
-
-
-def build_library() -> ctypes.CDLL:
-    """Compile csrc/small_batch/small_batch.cu, or find an earlier build, and load it.
-
-    Raises:
-        BackendUnavailable: no nvcc, a failed build, or a library that does not load.
-    """
-    return declare(cuda_build.load(cuda_build.build("small_batch", ["small_batch/small_batch.cu"])))
 
 
 class SmallBatch:
@@ -211,8 +191,6 @@ class SmallBatch:
         self._invalid_count = invalid_count  # kept alive, since the kernel has raw pointers
         self._top_k = top_k
         self._hidden_size = hidden_size
-        self._library = library if library is not None else build_library()
-        self._launch = self._library.megamoe_small_batch
         num_sms = tuning.num_sms
         if device.type == "cuda":
             most = torch.cuda.get_device_properties(device).multi_processor_count
@@ -245,17 +223,18 @@ class SmallBatch:
             in_flight2=in_flight[1],
         )
         self._config_address = ctypes.addressof(self._config)
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            error = self._library.megamoe_small_batch_prepare(self._config_address)
-        if error:
-            raise BackendUnavailable(
-                mismatch(
-                    "small-batch kernel",
-                    "an SM90 GPU and a geometry the kernel takes",
-                    self._error_string(error),
-                    'backend="deep_gemm" does without it.',
-                )
-            )
+        self._library = KernelLibrary(
+            "small_batch",
+            "small_batch",
+            _CALL_ARGTYPES,
+            device,
+            self._config_address,
+            arch="90a",
+            expected="an SM90 GPU and a geometry the kernel takes",
+            cure='backend="deep_gemm" does without it.',
+            loaded=library,
+        )
+        self._launch = self._library.function
         self.max_tokens = min(capacity, int(self._config.max_tokens))
         pairs = max(self.max_tokens, 1) * slots
         # Chunks of up to MAX_COLUMNS rows: of each expert one that is not full, and the full ones.
@@ -287,10 +266,6 @@ class SmallBatch:
     def reset(self) -> None:
         """Zero what blocks tell each other: after a launch that did not come to its end."""
         self._workspaces["counters"].zero_()
-
-    def _error_string(self, error: int) -> str:
-        text: bytes = self._library.megamoe_error_string(error)
-        return f"CUDA error {error} ({text.decode()})"
 
     def __call__(
         self,
@@ -394,14 +369,7 @@ class SmallBatch:
             " and ".join(_describe(bias) for bias in biases),
             "Pass both, as they are prepared." if shapes else "Construct it with expert_bias=True.",
         )
-        raise RuntimeError(
-            mismatch(
-                "small-batch launch",
-                "success",
-                self._error_string(error),
-                "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1.",
-            )
-        )
+        raise self._library.failure(error)
 
 
 def _describe(bias: Tensor | None) -> str:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers import assert_same, refuses, relative_error
+from kernel_mocks import assert_interface
 from small_batch_layers import (
     DEVICES,
     TOLERANCE,
@@ -366,6 +367,7 @@ def test_what_the_compiler_made() -> None:
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
     log = library.with_suffix(".log").read_text()
     assert "wgmma" not in log and "C75" not in log, log
+    assert_interface(library, "small_batch")
 
 
 # -- GPU only ------------------------------------------------------------------------------------

@@ -251,11 +251,11 @@ def test_refuses_biases_that_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(SmallBatch, "_takes", lambda op, biases: True)
     for one, biases in ((layer, ()), (layer, (w13_bias,)), (layer, (None, w2_bias))):
         one.biases = biases  # type: ignore[assignment]
-        with refuses(RuntimeError, "small-batch launch"):
+        with refuses(RuntimeError, "call of small_batch: expected success, got CUDA error 1 "):
             one()
     for biases in ((w13_bias, w2_bias), (w13_bias,), (None, w2_bias)):
         plain.biases = biases  # type: ignore[assignment]
-        with refuses(RuntimeError, "small-batch launch"):
+        with refuses(RuntimeError, "call of small_batch: expected success, got CUDA error 1 "):
             plain()
 
 
@@ -275,7 +275,9 @@ def test_refuses_a_swiglu_that_is_none(options: dict[str, Any], word: str) -> No
 
 
 def test_the_library_refuses_an_alpha_that_nobody_set() -> None:
-    with refuses(BackendUnavailable, "a geometry the kernel takes"):
+    with refuses(
+        BackendUnavailable, "small_batch kernels on cpu: expected an SM90 GPU and a geometry"
+    ):
         make_op("cpu", emulated(), swiglu_alpha=1e-60)  # 0 in fp32
 
 

@@ -27,7 +27,6 @@ from megamoe_compile.custom_ops.reference.recipe import (
     moe_reference,
     quantize_blocks,
 )
-from megamoe_compile.custom_ops.small_batch import kernel as small_batch_cuda
 from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
 SUPPORT = Path(__file__).resolve().parent
@@ -254,7 +253,7 @@ def emulated() -> ctypes.CDLL:
     command += [f"-I{include}", "-o", str(library), str(SUPPORT / "cpu_gpu.cpp")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
-    loaded = small_batch_cuda.declare(ctypes.CDLL(str(library)))
+    loaded = ctypes.CDLL(str(library))
     loaded.emulator_seed.argtypes = (ctypes.c_uint64,)
     loaded.emulator_variant.argtypes = (ctypes.c_void_p, ctypes.c_int)
     loaded.emulator_is_general.argtypes = (ctypes.c_void_p,)
