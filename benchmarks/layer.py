@@ -38,6 +38,7 @@ from benchmarks.timing import (
 )
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import library
+from megamoe_compile.weights import PreparedWeights
 
 CALLS = 16  # per graph
 WEIGHT_SETS = 4
@@ -102,9 +103,8 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
 
     # Made at the padded size: the bytes are random anyway, and are taken over in place.
     weights = (fp8(e, 2 * i, h), scale(2 * i, h, h), fp8(e, h, i), scale(h, i, i))
-    for name, tensor in zip(("w13", "w13_scale", "w2", "w2_scale"), weights, strict=True):
-        setattr(layer, name, tensor)
-    layer.loaded = True
+    biases = [torch.randn(e, n, device=context.device) / 4 for n in (2 * i, h)]
+    layer.install(PreparedWeights(*weights, *(biases if geometry.expert_bias else ())))
     return layer
 
 

@@ -133,8 +133,10 @@ def test_matches_the_formula_at_size(case: Case, gpu: Backend) -> None:
     check(layer, oracle(layer))
 
 
-def test_the_oracle_is_the_recipe_where_both_apply(backend: Backend) -> None:
-    layer = make_layer(Case(6, 384, 256, shared=1, num_valid=5, routing="holes"), *backend)
+@pytest.mark.parametrize("form", [{}, {**OAI, "bias": 0.5}], ids=str)
+def test_the_formula_is_the_recipe(form: dict[str, Any], backend: Backend) -> None:
+    case = Case(6, 384, 256, shared=1, num_valid=5, routing="holes", scaling=1.5, **form)
+    layer = make_layer(case, *backend)
     assert relative_error(oracle(layer), layer.reference()) <= 0.001
 
 

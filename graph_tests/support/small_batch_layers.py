@@ -152,14 +152,16 @@ class Layer:
             torch.cuda.synchronize()
 
     def reference(self, *, recipe: bool = True) -> Tensor:
-        """Of plain SwiGLU without biases."""
         return moe_reference(
             self.x,
             self.ids,
             self.routing,
             *self.weights,
+            *self.biases,
             num_valid=int(self.num_valid),
             swiglu_limit=self.case.limit,
+            swiglu_alpha=self.case.alpha,
+            swiglu_beta=self.case.beta,
             routed_scaling_factor=self.case.scaling,
             num_shared_experts=self.case.shared,
             **(dict(intermediate_group=INTERMEDIATE_GROUP) if recipe else dict(quantize=False)),
