@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..context import ALL_VALID, MegaMoEContext
+from ..custom_ops.cuda.capture import capture
 from ..custom_ops.cuda.graph_fills import instantiator
 from ..custom_ops.cuda.replay_copy import Write, input_copier
 from ..errors import CapacityError, NotWarmedUp, mismatch
@@ -225,24 +226,16 @@ class GraphRunner:
     def _capture_cuda(
         self, run_step: Callable[[], Any], pool: Any
     ) -> tuple[Callable[[], Any], Any]:
-        # Warm up on the stream that captures: lazily made state belongs to a stream.
-        stream = torch.cuda.Stream(self.context.device)
-        stream.wait_stream(torch.cuda.current_stream(self.context.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run_step()
-        torch.cuda.current_stream(self.context.device).wait_stream(stream)
-        self.context.barrier()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with (
-            torch.compiler.set_stance("fail_on_recompile"),
-            torch.cuda.graph(graph, pool=pool, stream=stream),
-        ):
-            output = run_step()
+        graph, output = capture(
+            run_step,
+            device=self.context.device,
+            pool=pool,
+            warm_ups=2,
             # The last node gives eager calls their rows back, at no host cost.
-            self.context.num_valid.fill_(ALL_VALID)
-        self._instantiate(graph)
-        self.context.barrier()
+            at_end=lambda: self.context.num_valid.fill_(ALL_VALID),
+            barrier=self.context.barrier,
+            instantiate=self._instantiate,
+        )
 
         def replay() -> Any:
             graph.replay()

@@ -251,20 +251,17 @@ def set_bf16_experts(model: nn.Module, source: Source, device: torch.device) -> 
 
 
 @contextlib.contextmanager
-def counting_experts(model: nn.Module) -> Iterator[list[int]]:
-    """Inside, each call of an experts module appends how many different experts it touches."""
-    counts: list[int] = []
+def noting_ids(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, each call of an experts module appends the ids [T, K] that it gets."""
+    taken: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        counts.append(int(args[1].unique().numel()))
+        taken.append(args[1])
 
-    modules = [module for module in model.modules() if is_experts(module)]
-    handles = [module.register_forward_pre_hook(note) for module in modules]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks:
+        for module in filter(is_experts, model.modules()):
+            hooks.enter_context(module.register_forward_pre_hook(note))
+        yield taken
 
 
 def _set_layers(config: Any, layers: int | None) -> None:
