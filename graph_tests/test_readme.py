@@ -185,7 +185,9 @@ def _ends(path: str) -> list[str]:
     return ["/".join(parts[start:]) for start in range(len(parts))]
 
 
-@pytest.mark.parametrize("page", PAGES.keys() - {"docs/recipes.md", "docs/support-models.md"})
+@pytest.mark.parametrize(
+    "page", sorted(PAGES.keys() - {"docs/recipes.md", "docs/support-models.md"})
+)
 def test_code_words_are_those_of_the_code(page: str) -> None:
     """Every name in backquotes stands in some source: a renamed function is found here."""
     sources = "\n".join(
@@ -304,7 +306,7 @@ def test_hugging_face_example_runs_on_a_gpu(capsys: pytest.CaptureFixture[str]) 
     assert ": 16 tokens; FP8 experts change logits by 0.0" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES.keys() - {"docs/recipes.md"})
+@pytest.mark.parametrize("page", sorted(PAGES.keys() - {"docs/recipes.md"}))
 def test_every_python_block_is_one_of_these(page: str) -> None:
     blocks = [body for _, language, body in FENCE.findall(PAGES[page]) if language == "python"]
     tested = [block(marker) for marker in ("example", "hugging-face")]
