@@ -221,9 +221,8 @@ def _megamoe(
     from ...engines.transformers.model import prepare
 
     set_fp8_experts(model, options.source, options.device)
-    context = stack.enter_context(
-        prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
-    )
+    context = prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
+    stack.callback(context.close)
     routers = fuse_routers(model) if options.fuse_routers else {}
     step = _built(model, options, say, result, start)
     result.notes.append(f"backend {context.backend}: {context.reason}")
