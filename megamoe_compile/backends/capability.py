@@ -54,6 +54,17 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
             "torch and a driver, or pass device='cpu'.",
             details,
         )
+    if config.expert_bias or config.swiglu_alpha != 1.0 or config.swiglu_beta != 0.0:
+        return Capability(
+            None,
+            mismatch(
+                "(swiglu_alpha, swiglu_beta, expert_bias)",
+                "(1.0, 0.0, False), all that the kernels compute so far",
+                (config.swiglu_alpha, config.swiglu_beta, config.expert_bias),
+                "Run such a model without this library.",
+            ),
+            details,
+        )
     if config.backend == "reference":
         return Capability("reference", "asked for by backend='reference'", details)
     if device.type == "cpu":
@@ -143,8 +154,8 @@ def _deep_gemm_problem(
 ) -> str | None:
     """What stands between this machine and the mega kernel, cheapest look first."""
     from ..custom_ops.cuda import build as cuda_build
+    from ..custom_ops.deep_gemm import api as deep_gemm
     from ..custom_ops.deep_gemm import check as deep_gemm_check
-    from ..custom_ops.deep_gemm import runtime as deep_gemm
 
     wheel = deep_gemm.installed_version()
     details["deep_gemm"] = wheel
