@@ -56,6 +56,7 @@ class MegaMoEContext:
         paths: number of tokens to "deep_gemm" or "small_batch", for a context with both paths
             (backend="auto" on one rank of an SM90 GPU). A bucket named here is not measured; calls
             of fewer tokens, down to the next bucket that is decided, go with it.
+        num_valid: that of another context whose layers run in the same steps; see MegaMoEContexts.
 
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one, and whether
@@ -79,6 +80,7 @@ class MegaMoEContext:
         *,
         num_sms: int | None = None,
         paths: Mapping[int, PathName] | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         if group is not None and dist.get_rank(group) < 0:
@@ -94,6 +96,8 @@ class MegaMoEContext:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.device = _device(device)
+        if num_valid is not None:
+            _check_num_valid(num_valid, self.device)
         pins = {} if paths is None else paths
         capability = self._agree(pins)
         assert capability.backend is not None
@@ -111,7 +115,9 @@ class MegaMoEContext:
         # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
+            if num_valid is None:
+                num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
+            self.num_valid = num_valid
             made = make_runtime(
                 self.backend, config, self.device, self.group, num_sms, self._step_rows
             )
@@ -169,9 +175,18 @@ class MegaMoEContext:
         return self._runtime is None
 
     @property
+    def max_tokens_per_rank(self) -> int:
+        """The capacity, of the config."""
+        return self.config.max_tokens_per_rank
+
+    @property
     def layers(self) -> list[ExpertWeights]:
         """The live layers of this context, in the order they were made."""
         return sorted(self._layers, key=lambda layer: layer.index)
+
+    def named_layers(self) -> dict[str, ExpertWeights]:
+        """The live layers by the name that messages call them."""
+        return {f"MegaMoE[{layer.index}]": layer for layer in self.layers}
 
     def add_layer(self, layer: ExpertWeights) -> int:
         """Called by a new layer; returns its index."""
@@ -404,3 +419,16 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _check_num_valid(num_valid: torch.Tensor, device: torch.device) -> None:
+    got = f"{num_valid.dtype} {list(num_valid.shape)} on {num_valid.device}"
+    if got != f"{torch.int32} [1] on {device}":
+        raise ValueError(
+            mismatch(
+                "num_valid of the context",
+                f"{torch.int32} [1] on {device}",
+                got,
+                "Pass the num_valid of another context of this device.",
+            )
+        )

@@ -63,6 +63,11 @@ class WeightGeometry:
         )
 
     @property
+    def local_experts(self) -> range:
+        """Global indices of this rank's routed experts."""
+        return range(self.first_expert, self.first_expert + self.num_local_experts)
+
+    @property
     def num_rows(self) -> int:
         """Experts that stand in the prepared tensors: the local routed ones, then the shared."""
         return self.num_local_experts + self.num_shared_experts

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..context import ALL_VALID, MegaMoEContext
+from ..context import ALL_VALID
 from ..custom_ops.cuda.capture import capture
 from ..custom_ops.cuda.graph_fills import instantiator
 from ..custom_ops.cuda.replay_copy import Write, input_copier
@@ -21,6 +21,7 @@ from ..errors import CapacityError, NotWarmedUp, mismatch
 from ..parallel.agreement import agreed, check_group, check_same
 from ..parallel.step_plan import StepPlan
 from ..parallel.step_settings import check_buckets
+from .contexts import AnyContext
 from .outputs import GraphOutputs
 from .report import BucketSummary, compiled_graphs, progress_bar
 from .watched import WatchedTensors, builds_native_check
@@ -59,7 +60,8 @@ class GraphRunner:
         example_inputs: one example per input, valid data: it fills the static buffers, and warm-up
             and capture run on it (a step that writes a KV cache writes it there).
         buckets: ascending numbers of tokens.
-        context: the step's context. With several ranks every rank makes the same calls.
+        context: the step's context, or MegaMoEContexts where its layers have several geometries.
+            With several ranks every rank makes the same calls.
         rows: per input, what dimension 0 counts: "tokens" (the default), "requests" (tokens /
             width), or None for an input of fixed shape.
         width: tokens of one request, 1 + draft tokens under speculative decoding.
@@ -84,7 +86,7 @@ class GraphRunner:
         step: Callable[..., Any],
         example_inputs: Mapping[str, Tensor],
         buckets: Sequence[int],
-        context: MegaMoEContext,
+        context: AnyContext,
         *,
         rows: Mapping[str, Rows | None] | None = None,
         width: int = 1,
@@ -101,7 +103,7 @@ class GraphRunner:
         self.context = context
         self.width = width
         self.above = above
-        self.buckets = check_buckets(buckets, width, context.config.max_tokens_per_rank)
+        self.buckets = check_buckets(buckets, width, context.max_tokens_per_rank)
         self._rows = {name: (rows or {}).get(name, "tokens") for name in example_inputs}
         if unknown := set(rows or {}) - set(example_inputs):
             raise ValueError(
@@ -268,9 +270,7 @@ class GraphRunner:
         return sorted(times)[len(times) // 2] * 1e6
 
     def _watch(self) -> WatchedTensors:
-        modules: dict[str, nn.Module] = {
-            f"MegaMoE[{layer.index}]": layer for layer in self.context.layers
-        }
+        modules: dict[str, nn.Module] = {**self.context.named_layers()}
         if self._module is not None:
             modules.update(
                 (name.replace("_orig_mod.", "").removeprefix("_orig_mod") or "step", child)

@@ -227,9 +227,10 @@ class MegaMoEColumn(Column):
 
         options = self.options
         set_fp8_experts(self.model, options.source, options.device)
-        self._context = self.stack.enter_context(
-            prepare(self.model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
+        self._context = prepare(
+            self.model, max_tokens_per_rank=options.buckets[-1], backend=options.backend
         )
+        self.stack.callback(self._context.close)
         self._routers = fuse_routers(self.model) if options.fuse_routers else {}
 
     def prepare(self) -> None:

@@ -144,9 +144,9 @@ def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, 
 
     model = model_without_experts(options.source, options.device, "sdpa")
     set_fp8_experts(model, options.source, options.device)
-    context = stack.enter_context(
-        prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
-    )
+    context = prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
+    stack.callback(context.close)
+    assert isinstance(context, MegaMoEContext), "a source has one shape"
     if options.fuse_routers:
         fuse_routers(model)
     return model, context

@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...capture.contexts import AnyContext
 from ...capture.one_graph import compile_one_graph
 from ...capture.runner import GraphRunner
 from ...config import Backend
-from ...context import MegaMoEContext
 from ...errors import mismatch
 from ...models.hf_config import moe_shape
 from ...parallel.step_plan import StepPlan
@@ -49,12 +49,12 @@ class Reference:
     """What the captured steps are compared with: a prepared model, and its context of one rank."""
 
     model: nn.Module
-    context: MegaMoEContext
+    context: AnyContext
 
 
 def decode(
     model: nn.Module,
-    context: MegaMoEContext,
+    context: AnyContext,
     *,
     steps: int = 64,
     buckets: Sequence[int] = BUCKETS,
@@ -173,7 +173,7 @@ class _Done:
     kept: int
 
 
-def _to_rank_0(context: MegaMoEContext, done: _Done) -> list[_Done]:
+def _to_rank_0(context: AnyContext, done: _Done) -> list[_Done]:
     """All ranks' steps, on the CPU where there are several; on other ranks the own one."""
     if context.group is None:
         return [done]
@@ -201,7 +201,7 @@ def _run_all(
     return list(zip(logits.to(home).split(counts), tokens.to(home).split(counts), strict=True))
 
 
-def _compile(step: DecodeStep, context: MegaMoEContext, inputs: Sequence[str]) -> Any:
+def _compile(step: DecodeStep, context: AnyContext, inputs: Sequence[str]) -> Any:
     """One graph for all buckets, rounding to bf16 where eager does.
 
     Left to itself the compiler keeps fp32 between fused operations. That is more exact, but it
@@ -333,12 +333,14 @@ def decode_rank(
                 group=group,
                 backend=args.backend,
             )
-            return Reference(model, closing.enter_context(context))
+            closing.callback(context.close)
+            return Reference(model, context)
         model = random_model(args.seed) if args.model is None else load_model(args.model)
         context = prepare(
             model, max_tokens_per_rank=capacity, group=group, device=device, backend=args.backend
         )
-        return Reference(model.to(device), closing.enter_context(context))
+        closing.callback(context.close)
+        return Reference(model.to(device), context)
 
     with contextlib.ExitStack() as closing:
         mine, whole = prepared(buckets[-1], group), None
