@@ -129,6 +129,8 @@ class MegaMoEContext:
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
         )
+        self.handle = torch.empty(self.context_id, 0, dtype=torch.int8, device=self.device)
+        torch._dynamo.mark_dynamic(self.handle, 0)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 

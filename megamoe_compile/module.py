@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
@@ -17,6 +20,7 @@ from .weights import (
     WEIGHT_NAMES,
     ExpertWeights,
     PreparedWeights,
+    WeightGeometry,
     adopt,
     can_adopt,
     check_checkpoint,
@@ -45,9 +49,15 @@ class MegaMoE(ExpertWeights):
         # Registered, not only referenced: a module's buffers have static addresses in a graph.
         self.register_buffer("launch_count", context.launch_count, persistent=False)
         self.register_buffer("num_valid", context.num_valid, persistent=False)
+        self._handle = context.handle
+        self._context_id = context.context_id
         self._chunked = context.config.over_capacity == "chunk"
+        from torch._dynamo.eval_frame import skip_code  # slow to import
+
+        skip_code(MegaMoE.forward.__code__)
+        skip_code(_as_graph_input.__code__)
+        self._run_compiled = _code_of(context.config, context.weight_geometry)
         self._constants = (
-            context.context_id,
             context.config.top_k,
             context.config.max_tokens_per_rank,
             LAYOUT_VERSION,
@@ -77,6 +87,29 @@ class MegaMoE(ExpertWeights):
         Raises:
             ValueError: shape, dtype or stride. CapacityError: T. ContextClosed, MegaMoEError.
         """
+        if torch.compiler.is_compiling():  # traced as a part of a larger graph
+            return self._run(hidden_states, topk_ids, topk_weights, num_valid)
+        if get_eval_frame_callback() is None:  # eager
+            if self.validate:
+                _check_ids(topk_ids, self.context.config.num_experts)
+            return self._run(hidden_states, topk_ids, topk_weights, num_valid)
+        # torch.compile(layer), whose graph begins at the next call: `skip_code` keeps it out of
+        # here, since it guards all strides of what a frame is given, and the tensor behind a view.
+        return self._run_compiled(
+            self,
+            _as_graph_input(hidden_states, own_rows=False),
+            _as_graph_input(topk_ids, own_rows=True),
+            _as_graph_input(topk_weights, own_rows=True),
+            num_valid,
+        )
+
+    def _run(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor | int | None,
+    ) -> Tensor:
         buffers = self._buffers  # attribute access would search three dictionaries per tensor
         w13 = buffers["w13"]
         if w13 is None:
@@ -94,8 +127,6 @@ class MegaMoE(ExpertWeights):
                     "Call under torch.no_grad() or torch.inference_mode().",
                 )
             )
-        if self.validate and not torch.compiler.is_compiling():
-            _check_ids(topk_ids, self.context.config.num_experts)
         if num_valid is None:
             num_valid = buffers["num_valid"]
         else:
@@ -114,9 +145,15 @@ class MegaMoE(ExpertWeights):
                 buffers["w2_scale"],
                 num_valid,
                 buffers["launch_count"],
-                *self._constants,
+                *self._id_arguments(),
             ),
         )
+
+    def _id_arguments(self) -> tuple[int, ...]:
+        """The integer arguments of the op. In a graph the id is a size: see `context.handle`."""
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            return (self._handle.shape[0], *self._constants)
+        return (self._context_id, *self._constants)
 
     def _in_chunks(
         self, x: Tensor, ids: Tensor, weights: Tensor, num_valid: Tensor | None
@@ -130,7 +167,7 @@ class MegaMoE(ExpertWeights):
         capacity = self.context.config.max_tokens_per_rank
         chunks = self.context.chunks_of(x.shape[0])
         if chunks == 1:
-            rest = (*prepared, num_valid, self.launch_count, *self._constants)
+            rest = (*prepared, num_valid, self.launch_count, *self._id_arguments())
             return cast(Tensor, fused_moe(x, ids, weights, *rest))
         assert num_valid is not None
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):  # before any launch
@@ -139,7 +176,7 @@ class MegaMoE(ExpertWeights):
         for start in range(0, chunks * capacity, capacity):
             rows = slice(start, start + capacity)
             valid = (num_valid - start).clamp(min=0)  # of this chunk's rows
-            rest = (*prepared, valid, self.launch_count, *self._constants)
+            rest = (*prepared, valid, self.launch_count, *self._id_arguments())
             parts.append(fused_moe(x[rows], ids[rows], weights[rows], *rest))
         return torch.cat(parts)
 
@@ -322,6 +359,44 @@ class MegaMoE(ExpertWeights):
             f"intermediate_size={config.intermediate_size}, num_experts={config.num_experts}, "
             f"top_k={config.top_k}, rank={self.context.rank}/{self.context.world_size}"
         )
+
+
+@functools.lru_cache(maxsize=None)
+def _code_of(config: MegaMoEConfig, geometry: WeightGeometry) -> Callable[..., Tensor]:
+    """A copy of `MegaMoE._run` for one geometry.
+
+    torch.compile counts graphs per code object, against a limit of 8, and weights have fixed
+    shapes: with one code object for all, the ninth geometry of a process would fail.
+    """
+    run = MegaMoE._run
+    code = run.__code__.replace(
+        co_name=f"experts_{geometry.num_rows}x{config.hidden_size}x{config.intermediate_size}"
+    )
+    return types.FunctionType(code, run.__globals__, code.co_name)
+
+
+def _as_graph_input(t: Tensor, *, own_rows: bool) -> Tensor:
+    """The same values as a tensor that is no view, and whose row stride is that of its shape.
+
+    A copy only where own_rows and the rows are strided. Marks for the compiler are kept. What the
+    op refuses is left as it is, to be refused.
+    """
+    if t.dim() != 2 or t.requires_grad:
+        return t
+    rows, columns = t.shape
+    if t.stride(1) != 1 and columns != 1:
+        return t
+    plain = t
+    if t.stride() != (columns, 1):
+        if rows <= 1:  # its row stride says nothing
+            plain = t.as_strided((rows, columns), (columns, 1)).data
+        elif own_rows:
+            plain = t.clone(memory_format=torch.contiguous_format)
+    if plain._is_view():
+        plain = plain.data
+    if plain is not t:
+        plain.__dict__.update(t.__dict__)
+    return plain
 
 
 def _check_ids(topk_ids: Tensor, num_experts: int) -> None:
