@@ -30,6 +30,9 @@ BAD: list[tuple[str, Any]] = [
     ("hidden_size", 128 + 64),
     ("top_k", 5),  # of 4 experts
     *[("swiglu_limit", v) for v in (0, 0.0, -1.0, math.inf, -math.inf, math.nan, "10", True)],
+    *[("swiglu_alpha", v) for v in (0, 0.0, -1.702, math.inf, math.nan, None, "1", True)],
+    *[("swiglu_beta", v) for v in (math.inf, -math.inf, math.nan, None, "1", True)],
+    *[("expert_bias", v) for v in (0, 1, None, "False")],
     *[("routed_scaling_factor", v) for v in (0, -1.5, math.inf, math.nan, None, "1", False)],
     *[("backend", v) for v in ("cuda", "", None, "Triton", 1)],
     *[("over_capacity", v) for v in ("drop", "", None)],
@@ -69,6 +72,9 @@ def test_at_most_32_slots_shared_experts_included(changes: dict[str, Any]) -> No
         {"max_tokens_per_rank": 1},
         {"swiglu_limit": 0.5},
         {"swiglu_limit": 10},
+        {"swiglu_alpha": 1.702, "swiglu_beta": 1},
+        {"swiglu_beta": -0.5},
+        {"expert_bias": True},
         {"routed_scaling_factor": 2},
         {"backend": "deep_gemm"},
         {"over_capacity": "chunk"},
@@ -94,6 +100,7 @@ def test_frozen_hashable_and_comparable() -> None:
 def test_defaults() -> None:
     config = make_config()
     assert config.swiglu_limit is None
+    assert (config.swiglu_alpha, config.swiglu_beta, config.expert_bias) == (1.0, 0.0, False)
     assert config.routed_scaling_factor == 1.0
     assert config.num_shared_experts == 0
     assert config.backend == "auto"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from .errors import mismatch
 from .models.presets import PRESETS
@@ -28,8 +28,11 @@ class MegaMoEConfig:
         top_k: K, routed experts of a token; at most 32.
         max_tokens_per_rank: capacity of the buffer in tokens of ONE rank, not of all ranks.
         swiglu_limit: clamp of SwiGLU (gate to at most it, up to +- it); None for no clamp.
+        swiglu_alpha, swiglu_beta: SwiGLU is g * sigmoid(swiglu_alpha * g) * (u + swiglu_beta) of
+            the clamped gate g and up u. gpt-oss and MiniMax-M3 have 1.702, 1.0 and a limit of 7.
         routed_scaling_factor: factor on topk_weights. 1.0 where the router has applied it already.
         num_shared_experts: experts of the same shape that take every token with weight 1.
+        expert_bias: whether each expert adds a bias to the result of both its projections.
         backend: "auto", "deep_gemm", "triton" or "reference".
         over_capacity: "error", or "chunk" to run a longer eager batch in several launches.
 
@@ -45,6 +48,9 @@ class MegaMoEConfig:
     swiglu_limit: float | None = None
     routed_scaling_factor: float = 1.0
     num_shared_experts: int = 0
+    swiglu_alpha: float = 1.0
+    swiglu_beta: float = 0.0
+    expert_bias: bool = False
     backend: Backend = "auto"
     over_capacity: OverCapacity = "error"
 
@@ -78,6 +84,19 @@ class MegaMoEConfig:
             self.swiglu_limit is None or _is_positive(self.swiglu_limit),
             "Pass None where the model does not clamp.",
         )
+        self._require(
+            "swiglu_alpha",
+            "a finite number > 0",
+            _is_positive(self.swiglu_alpha),
+            "Pass 1.0 for the SwiGLU of Llama and most other models.",
+        )
+        self._require(
+            "swiglu_beta",
+            "a finite number",
+            _is_finite(self.swiglu_beta),
+            "Pass 0.0 for the SwiGLU of Llama and most other models.",
+        )
+        self._require("expert_bias", "a bool", isinstance(self.expert_bias, bool))
         self._require(
             "routed_scaling_factor",
             "a finite number > 0",
@@ -147,10 +166,9 @@ def _is_int(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
+def _is_finite(value: object) -> TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
 def _is_positive(value: object) -> bool:
-    return (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and math.isfinite(value)
-        and value > 0
-    )
+    return _is_finite(value) and value > 0

@@ -17,6 +17,7 @@ from .custom_ops.library import LAYOUT_VERSION, fused_moe
 from .errors import MegaMoEError, mismatch
 from .parallel.step_settings import check_rows
 from .weights import (
+    BIAS_NAMES,
     WEIGHT_NAMES,
     ExpertWeights,
     PreparedWeights,
@@ -186,6 +187,8 @@ class MegaMoE(ExpertWeights):
         w13_scale: Tensor | None,
         w2: Tensor,
         w2_scale: Tensor | None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
     ) -> None:
         """Load all routed experts of this rank; all is checked before anything is written.
 
@@ -193,13 +196,15 @@ class MegaMoE(ExpertWeights):
             w13: [E, 2I, H] e4m3 or bf16, gate rows before up rows. E is all experts, or this
                 rank's. w13_scale: [E, 2I/128, H/128] fp32 or float8_e8m0fnu; None for bf16.
             w2: [E, H, I] in the dtype of w13. w2_scale: [E, H/128, I/128], or None for bf16.
+            w13_bias, w2_bias: [E, 2I], gate before up, and [E, H], fp32 or bf16, where the config
+                has expert_bias; they are copied.
 
         The first load of FP8 weights takes over w13 and w2 where they hold exactly this rank's
         experts without padding: they are rearranged in place and must not be used again. Any later
         load writes into the layer's storage, so that captured graphs see the new weights.
 
         Raises:
-            ValueError: wrong shape, layout, dtype or scales.
+            ValueError: wrong shape, layout, dtype, scales or biases.
         """
         geometry = self.context.weight_geometry
         self.context.check_open()
@@ -210,6 +215,8 @@ class MegaMoE(ExpertWeights):
             w13_scale,
             w2,
             w2_scale,
+            w13_bias,
+            w2_bias,
         )
         self._refuse_own(w13, w2)
         with torch.inference_mode(False), torch.no_grad():
@@ -219,7 +226,7 @@ class MegaMoE(ExpertWeights):
                 and w2_scale is not None
                 and can_adopt(geometry, w13, w2)
             ):
-                self.install(adopt(w13, w13_scale, w2, w2_scale))
+                self.install(adopt(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias))
                 return
             # Global experts: this rank's slice. With one rank both readings are the same.
             first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
@@ -234,6 +241,8 @@ class MegaMoE(ExpertWeights):
                     None if w13_scale is None else w13_scale[source],
                     w2[source],
                     None if w2_scale is None else w2_scale[source],
+                    None if w13_bias is None else w13_bias[source],
+                    None if w2_bias is None else w2_bias[source],
                 )
             self.install(prepared)
 
@@ -244,8 +253,10 @@ class MegaMoE(ExpertWeights):
         w13_scale: Tensor | None,
         w2: Tensor,
         w2_scale: Tensor | None,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
     ) -> None:
-        """Load one expert ([2I, H], [H, I], and scales as in `load_weights`), e.g. from a stream.
+        """Load one expert ([2I, H], [H, I], [2I], [H], and scales as in `load_weights`).
 
         Args:
             expert: global id of a routed expert of this rank, or num_experts + s for the shared
@@ -269,12 +280,14 @@ class MegaMoE(ExpertWeights):
                     "Each rank loads its own experts.",
                 )
             )
-        tensors = [None if t is None else t.unsqueeze(0) for t in (w13, w13_scale, w2, w2_scale)]
-        check_checkpoint(geometry, (1,), *cast(Any, tensors))
+        parts = (w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+        check_checkpoint(
+            geometry, (1,), *cast(Any, [None if t is None else t.unsqueeze(0) for t in parts])
+        )
         self._refuse_own(w13, w2)
         with torch.inference_mode(False), torch.no_grad():
             prepared = self._storage()
-            write_expert(prepared, row, geometry, w13, w13_scale, w2, w2_scale)
+            write_expert(prepared, row, geometry, *parts)
             self.install(prepared)
 
     def _refuse_own(self, *sources: Tensor) -> None:
@@ -320,8 +333,9 @@ class MegaMoE(ExpertWeights):
         extra = state_dict.get(f"{prefix}_extra_state")
         if extra is not None:
             self.set_extra_state(extra)
-        saved = {n: state_dict[prefix + n] for n in WEIGHT_NAMES if prefix + n in state_dict}
-        if len(saved) == len(WEIGHT_NAMES):
+        names = WEIGHT_NAMES + (BIAS_NAMES if self.context.weight_geometry.expert_bias else ())
+        saved = {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
+        if len(saved) == len(names):
             with torch.inference_mode(False):
                 prepared = self._storage()
             for name, got in saved.items():

@@ -2,8 +2,9 @@
 
 Per local expert: `w13` [2I, H] e4m3 with gate and up rows interleaved in groups of 8, `w13_scale`
 [2I/128, H/128] fp32 with the gate blocks before the up blocks, `w2` [H, I] e4m3, `w2_scale`
-[H/128, I/128] fp32. I is the padded intermediate size; the padding holds zeros. FP8 weights that
-need no padding and hold exactly this rank's experts are taken over and rearranged in place.
+[H/128, I/128] fp32, and where the experts have biases `w13_bias` [2I] fp32 in the row order of
+`w13`, `w2_bias` [H] fp32. I is the padded intermediate size; the padding holds zeros. FP8 weights
+that need no padding and hold exactly this rank's experts are taken over and rearranged in place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from .custom_ops.reference.recipe import FP8, interleave_gate_up, quantize_block
 from .errors import mismatch
 
 WEIGHT_NAMES = ("w13", "w13_scale", "w2", "w2_scale")
+BIAS_NAMES = ("w13_bias", "w2_bias")
 SCALE_DTYPES = (torch.float32, torch.float8_e8m0fnu)
+BIAS_DTYPES = (torch.float32, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +36,7 @@ class WeightGeometry:
     num_local_experts: int
     num_shared_experts: int
     device: torch.device
+    expert_bias: bool = False
 
     @classmethod
     def of(
@@ -54,6 +58,7 @@ class WeightGeometry:
             local,
             config.num_shared_experts,
             device,
+            config.expert_bias,
         )
 
     @property
@@ -65,7 +70,8 @@ class WeightGeometry:
         """Bytes of one layer's prepared weights on one rank."""
         h, i = self.hidden_size, self.padded_intermediate_size
         scales = (2 * i // BLOCK) * (h // BLOCK) + (h // BLOCK) * (i // BLOCK)
-        return self.num_rows * (3 * h * i + 4 * scales)
+        biases = 2 * i + h if self.expert_bias else 0
+        return self.num_rows * (3 * h * i + 4 * (scales + biases))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +80,8 @@ class PreparedWeights:
     w13_scale: Tensor
     w2: Tensor
     w2_scale: Tensor
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
 
     @classmethod
     def allocate(cls, geometry: WeightGeometry) -> PreparedWeights:
@@ -85,6 +93,10 @@ class PreparedWeights:
             torch.ones(e, 2 * i // BLOCK, h // BLOCK, device=device),
             torch.zeros(e, h, i, dtype=FP8, device=device),
             torch.ones(e, h // BLOCK, i // BLOCK, device=device),
+            *(
+                torch.zeros(e, n, device=device) if geometry.expert_bias else None
+                for n in (2 * i, h)
+            ),
         )
 
 
@@ -100,22 +112,24 @@ class ExpertWeights(nn.Module):
     w13_scale: Tensor
     w2: Tensor
     w2_scale: Tensor
+    w13_bias: Tensor | None
+    w2_bias: Tensor | None
 
     def __init__(self) -> None:
         super().__init__()
         self.index = 0
         self.loaded = False
-        for name in WEIGHT_NAMES:
+        for name in WEIGHT_NAMES + BIAS_NAMES:
             self.register_buffer(name, None)
 
     @property
     def prepared(self) -> PreparedWeights:
         """The buffers. The layer is loaded."""
-        return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES))
+        return PreparedWeights(*(getattr(self, name) for name in WEIGHT_NAMES + BIAS_NAMES))
 
     def install(self, weights: PreparedWeights) -> None:
         """Take over written weights."""
-        for name in WEIGHT_NAMES:
+        for name in WEIGHT_NAMES + BIAS_NAMES:
             setattr(self, name, getattr(weights, name))
         self.loaded = True
 
@@ -127,6 +141,8 @@ def check_checkpoint(
     w13_scale: Tensor | None,
     w2: Tensor,
     w2_scale: Tensor | None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
 ) -> None:
     """Raise a ValueError for the first thing that is wrong; nothing has been written by then.
 
@@ -163,6 +179,8 @@ def check_checkpoint(
         )
     for name, scale, w in (("w13_scale", w13_scale, w13), ("w2_scale", w2_scale, w2)):
         _check_scale(name, scale, w)
+    for name, bias, n in (("w13_bias", w13_bias, 2 * i), ("w2_bias", w2_bias, h)):
+        _check_bias(name, bias, [w13.shape[0], n] if geometry.expert_bias else None)
 
 
 def _check_device(name: str, t: Tensor) -> None:
@@ -208,6 +226,19 @@ def _check_scale(name: str, scale: Tensor | None, w: Tensor) -> None:
     _check_device(name, scale)
 
 
+def _check_bias(name: str, bias: Tensor | None, shape: list[int] | None) -> None:
+    got = None if bias is None else list(bias.shape)
+    if got != shape:
+        cure = "Pass both biases where the config has expert_bias=True, and none elsewhere."
+        raise ValueError(mismatch(f"{name}.shape", shape, got, cure))
+    if bias is not None:
+        if bias.dtype not in BIAS_DTYPES:
+            raise ValueError(
+                mismatch(f"{name}.dtype", f"one of {BIAS_DTYPES}", bias.dtype, "Cast it.")
+            )
+        _check_device(name, bias)
+
+
 def write_expert(
     weights: PreparedWeights,
     row: int,
@@ -216,8 +247,10 @@ def write_expert(
     w13_scale: Tensor | None,
     w2: Tensor,
     w2_scale: Tensor | None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
 ) -> None:
-    """Write one checked expert ([2I, H], [H, I], and their scales) into row `row`."""
+    """Write one checked expert ([2I, H], [H, I], their scales and biases) into row `row`."""
     i, padded = geometry.intermediate_size, geometry.padded_intermediate_size
     device = geometry.device
     w13, w2 = w13.to(device), w2.to(device)
@@ -241,6 +274,11 @@ def write_expert(
     weights.w13_scale[row].copy_(w13_scale)
     weights.w2[row].copy_(w2)
     weights.w2_scale[row].copy_(w2_scale)
+    if weights.w13_bias is not None and weights.w2_bias is not None:
+        assert w13_bias is not None and w2_bias is not None
+        halves = [_pad_rows(half[:, None], padded) for half in w13_bias.split(i)]
+        weights.w13_bias[row].copy_(interleave_gate_up(torch.cat(halves))[:, 0])
+        weights.w2_bias[row].copy_(w2_bias)
 
 
 def _pad_rows(half: Tensor, rows: int) -> Tensor:
@@ -263,7 +301,14 @@ def can_adopt(geometry: WeightGeometry, w13: Tensor, w2: Tensor) -> bool:
     )
 
 
-def adopt(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> PreparedWeights:
+def adopt(
+    w13: Tensor,
+    w13_scale: Tensor,
+    w2: Tensor,
+    w2_scale: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+) -> PreparedWeights:
     """Rearrange checked FP8 weights in place, expert by expert: one expert of extra memory.
 
     Call it outside inference mode, or a later load could not write into the result.
@@ -274,7 +319,11 @@ def adopt(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor) -> Prepa
     )
     for expert in w13:
         expert.copy_(interleave_gate_up(expert))
-    return PreparedWeights(w13, w13_scale, w2, w2_scale)
+    if w13_bias is not None and w2_bias is not None:  # small: these are copied
+        rows = torch.stack([interleave_gate_up(bias[:, None])[:, 0] for bias in w13_bias])
+        w13_bias = _normal(rows.to(w13.device, torch.float32))
+        w2_bias = _normal(w2_bias.to(w13.device, torch.float32, copy=True))
+    return PreparedWeights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
 
 
 def _normal(t: Tensor) -> Tensor:

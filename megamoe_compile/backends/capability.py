@@ -54,6 +54,17 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
             "torch and a driver, or pass device='cpu'.",
             details,
         )
+    if config.expert_bias or config.swiglu_alpha != 1.0 or config.swiglu_beta != 0.0:
+        return Capability(
+            None,
+            mismatch(
+                "(swiglu_alpha, swiglu_beta, expert_bias)",
+                "(1.0, 0.0, False), all that the kernels compute so far",
+                (config.swiglu_alpha, config.swiglu_beta, config.expert_bias),
+                "Run such a model without this library.",
+            ),
+            details,
+        )
     if config.backend == "reference":
         return Capability("reference", "asked for by backend='reference'", details)
     if device.type == "cpu":
