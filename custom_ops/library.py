@@ -82,7 +82,7 @@ def register_runtime(
     With `w13_shape`, calls with weights of another geometry are refused. With `native`, the
     runtime's common calls are launched from C++ as long as it lives.
     """
-    context_id = len(_RUNTIMES) + 2
+    context_id = len(_RUNTIMES) + 2  # sizes of 0 and 1 would make graphs of their own
     _RUNTIMES[context_id] = (weakref.ref(runtime), w13_shape)
     if native is not None:
         native.enter(context_id, LAYOUT_VERSION)

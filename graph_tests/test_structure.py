@@ -38,6 +38,7 @@ ROOMS = (
     f"{LIBRARY}.parallel",
     f"{LIBRARY}.backends",
     f"{LIBRARY}.context",
+    f"{LIBRARY}.tracing",
     f"{LIBRARY}.module",
     f"{LIBRARY}.capture",
     f"{LIBRARY}.engines",

@@ -129,6 +129,8 @@ class MegaMoEContext:
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
         )
+        # The id as a size, [context_id, 0]. A compiled graph would have an int inside and be one
+        # per context; a size that is marked dynamic it takes anew in each call.
         self.handle = torch.empty(self.context_id, 0, dtype=torch.int8, device=self.device)
         torch._dynamo.mark_dynamic(self.handle, 0)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()

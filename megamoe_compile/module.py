@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
 from .custom_ops.library import LAYOUT_VERSION, fused_moe
 from .errors import MegaMoEError, mismatch
 from .parallel.step_settings import check_rows
+from .tracing import as_graph_input, begin_below, begins_graph, copy_of
 from .weights import (
     BIAS_NAMES,
     WEIGHT_NAMES,
     ExpertWeights,
     PreparedWeights,
-    WeightGeometry,
     adopt,
     can_adopt,
     check_checkpoint,
@@ -53,16 +51,11 @@ class MegaMoE(ExpertWeights):
         self._handle = context.handle
         self._context_id = context.context_id
         self._chunked = context.config.over_capacity == "chunk"
-        from torch._dynamo.eval_frame import skip_code  # slow to import
-
-        skip_code(MegaMoE.forward.__code__)
-        skip_code(_as_graph_input.__code__)
-        self._run_compiled = _code_of(context.config, context.weight_geometry)
-        self._constants = (
-            context.config.top_k,
-            context.config.max_tokens_per_rank,
-            LAYOUT_VERSION,
-        )
+        begin_below(MegaMoE.forward, as_graph_input, begins_graph)
+        config, weights = context.config, context.weight_geometry
+        sizes = (weights.num_rows, weights.hidden_size, weights.padded_intermediate_size)
+        self._constants = (config.top_k, config.max_tokens_per_rank, LAYOUT_VERSION)
+        self._compiled_run = _run_of(*sizes, *self._constants[:2])
 
     def forward(
         self,
@@ -89,20 +82,26 @@ class MegaMoE(ExpertWeights):
             ValueError: shape, dtype or stride. CapacityError: T. ContextClosed, MegaMoEError.
         """
         if torch.compiler.is_compiling():  # traced as a part of a larger graph
-            return self._run(hidden_states, topk_ids, topk_weights, num_valid)
-        if get_eval_frame_callback() is None:  # eager
+            return self._run(hidden_states, topk_ids, topk_weights, num_valid, self._traced_id())
+        if not begins_graph():  # eager
             if self.validate:
                 _check_ids(topk_ids, self.context.config.num_experts)
-            return self._run(hidden_states, topk_ids, topk_weights, num_valid)
-        # torch.compile(layer), whose graph begins at the next call: `skip_code` keeps it out of
-        # here, since it guards all strides of what a frame is given, and the tensor behind a view.
-        return self._run_compiled(
+            return self._run(hidden_states, topk_ids, topk_weights, num_valid, self._context_id)
+        return self._compiled_run(
             self,
-            _as_graph_input(hidden_states, own_rows=False),
-            _as_graph_input(topk_ids, own_rows=True),
-            _as_graph_input(topk_weights, own_rows=True),
-            num_valid,
+            as_graph_input(hidden_states, own_rows=False),
+            as_graph_input(topk_ids, own_rows=True),
+            as_graph_input(topk_weights, own_rows=True),
+            as_graph_input(num_valid, own_rows=False)
+            if isinstance(num_valid, Tensor)
+            else num_valid,
         )
+
+    def _traced_id(self) -> int:
+        """The context's id where it is traced: a size, which a graph takes anew in each call."""
+        if torch.compiler.is_exporting():
+            return self._context_id
+        return self._handle.shape[0]
 
     def _run(
         self,
@@ -110,6 +109,7 @@ class MegaMoE(ExpertWeights):
         topk_ids: Tensor,
         topk_weights: Tensor,
         num_valid: Tensor | int | None,
+        context_id: int | None = None,
     ) -> Tensor:
         buffers = self._buffers  # attribute access would search three dictionaries per tensor
         w13 = buffers["w13"]
@@ -132,8 +132,10 @@ class MegaMoE(ExpertWeights):
             num_valid = buffers["num_valid"]
         else:
             num_valid = _as_tensor(num_valid, hidden_states)
+        if context_id is None:  # the first function of a graph
+            context_id = self._traced_id()
         if self._chunked:
-            return self._in_chunks(hidden_states, topk_ids, topk_weights, num_valid)
+            return self._in_chunks(hidden_states, topk_ids, topk_weights, num_valid, context_id)
         return cast(
             Tensor,
             fused_moe(
@@ -146,18 +148,13 @@ class MegaMoE(ExpertWeights):
                 buffers["w2_scale"],
                 num_valid,
                 buffers["launch_count"],
-                *self._id_arguments(),
+                context_id,
+                *self._constants,
             ),
         )
 
-    def _id_arguments(self) -> tuple[int, ...]:
-        """The integer arguments of the op. In a graph the id is a size: see `context.handle`."""
-        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-            return (self._handle.shape[0], *self._constants)
-        return (self._context_id, *self._constants)
-
     def _in_chunks(
-        self, x: Tensor, ids: Tensor, weights: Tensor, num_valid: Tensor | None
+        self, x: Tensor, ids: Tensor, weights: Tensor, num_valid: Tensor | None, context_id: int
     ) -> Tensor:
         """As many launches as every other rank makes, of at most the capacity each.
 
@@ -165,10 +162,11 @@ class MegaMoE(ExpertWeights):
         the result is that of one launch, but for the kernel that the number of rows picks.
         """
         prepared = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        constants = (context_id, *self._constants)
         capacity = self.context.config.max_tokens_per_rank
         chunks = self.context.chunks_of(x.shape[0])
         if chunks == 1:
-            rest = (*prepared, num_valid, self.launch_count, *self._id_arguments())
+            rest = (*prepared, num_valid, self.launch_count, *constants)
             return cast(Tensor, fused_moe(x, ids, weights, *rest))
         assert num_valid is not None
         for name, t in (("topk_ids", ids), ("topk_weights", weights)):  # before any launch
@@ -177,7 +175,7 @@ class MegaMoE(ExpertWeights):
         for start in range(0, chunks * capacity, capacity):
             rows = slice(start, start + capacity)
             valid = (num_valid - start).clamp(min=0)  # of this chunk's rows
-            rest = (*prepared, valid, self.launch_count, *self._id_arguments())
+            rest = (*prepared, valid, self.launch_count, *constants)
             parts.append(fused_moe(x[rows], ids[rows], weights[rows], *rest))
         return torch.cat(parts)
 
@@ -375,42 +373,13 @@ class MegaMoE(ExpertWeights):
         )
 
 
-@functools.lru_cache(maxsize=None)
-def _code_of(config: MegaMoEConfig, geometry: WeightGeometry) -> Callable[..., Tensor]:
-    """A copy of `MegaMoE._run` for one geometry.
+@functools.cache
+def _run_of(*sizes: int) -> Callable[..., Tensor]:
+    """`MegaMoE._run` for a graph of these sizes, which are fixed in it.
 
-    torch.compile counts graphs per code object, against a limit of 8, and weights have fixed
-    shapes: with one code object for all, the ninth geometry of a process would fail.
+    With one code object for all, the ninth geometry of a process would fail.
     """
-    run = MegaMoE._run
-    code = run.__code__.replace(
-        co_name=f"experts_{geometry.num_rows}x{config.hidden_size}x{config.intermediate_size}"
-    )
-    return types.FunctionType(code, run.__globals__, code.co_name)
-
-
-def _as_graph_input(t: Tensor, *, own_rows: bool) -> Tensor:
-    """The same values as a tensor that is no view, and whose row stride is that of its shape.
-
-    A copy only where own_rows and the rows are strided. Marks for the compiler are kept. What the
-    op refuses is left as it is, to be refused.
-    """
-    if t.dim() != 2 or t.requires_grad:
-        return t
-    rows, columns = t.shape
-    if t.stride(1) != 1 and columns != 1:
-        return t
-    plain = t
-    if t.stride() != (columns, 1):
-        if rows <= 1:  # its row stride says nothing
-            plain = t.as_strided((rows, columns), (columns, 1)).data
-        elif own_rows:
-            plain = t.clone(memory_format=torch.contiguous_format)
-    if plain._is_view():
-        plain = plain.data
-    if plain is not t:
-        plain.__dict__.update(t.__dict__)
-    return plain
+    return copy_of(MegaMoE._run, "experts_" + "_".join(map(str, sizes)))
 
 
 def _check_ids(topk_ids: Tensor, num_experts: int) -> None:
