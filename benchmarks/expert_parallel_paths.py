@@ -16,6 +16,7 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from benchmarks.layers import Inputs, same_weights
+from megamoe_compile.custom_ops.call import Swiglu
 from megamoe_compile.custom_ops.reference.recipe import (
     combine,
     dequantize_rows,
@@ -23,7 +24,6 @@ from megamoe_compile.custom_ops.reference.recipe import (
     stage,
 )
 from megamoe_compile.custom_ops.symmetric.memory import ranks_on_my_device, this_peer
-from megamoe_compile.module import WEIGHT_NAMES
 
 # Their older names warn from torch 2.13 on.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -162,8 +162,8 @@ def local_oracle(
             dequantize_rows(q, scale),
             ids,
             scaled,
-            *(getattr(layer, name) for name in WEIGHT_NAMES),
-            swiglu_limit=config.swiglu_limit,
+            layer.prepared,
+            form=Swiglu(config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta),
             intermediate_group=group,
         )
     ).float()

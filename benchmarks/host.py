@@ -18,6 +18,7 @@ import megamoe_compile as mm
 from benchmarks.layer import Bench, raw_calls
 from benchmarks.timing import host_time, markdown
 from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.call import Call
 from megamoe_compile.custom_ops.cuda.replay_copy import TorchInputCopier
 
 CALLS = 1000
@@ -37,6 +38,7 @@ def breakdown(bench: Bench, tokens: int) -> list[dict[str, Any]]:
     state = (layer.num_valid, layer.launch_count)
     arguments = (*a, *weights, *state, layer._context_id, *layer._constants)
     y = torch.empty_like(a[0])
+    call = Call(*a, layer.prepared, *state, y)
     stream = torch.cuda.current_stream().cuda_stream
     runner = mm.GraphRunner(layer, kwargs, [tokens], context)
     views = mm.GraphRunner(layer, kwargs, [tokens], context, copy_outputs=False)
@@ -71,7 +73,7 @@ def breakdown(bench: Bench, tokens: int) -> list[dict[str, Any]]:
         parts = timed(
             {
                 "Python kernel of the op": lambda: library._fused_moe(*arguments),
-                "launch from Python": lambda: runtime.launch(*a, *weights, *state, y),
+                "launch from Python": lambda: runtime.launch(call),
                 "staging from Python": lambda: runtime._stage(*a, *state, stream),
                 "mega kernel from Python": lambda: runtime._mega(y, *weights),
                 "DeepGEMM's pre-dispatch": lambda: pre_dispatch(*a),

@@ -13,15 +13,15 @@ or the same bytes as uint8: opcheck's schema test compares inputs in a way that 
 
 from __future__ import annotations
 
-import itertools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import CapacityError, ContextClosed, MegaMoEError, mismatch
+from .call import Call, Weights, check_call, rules
+from .errors import ContextClosed, MegaMoEError, mismatch
 
 NAMESPACE = "megamoe"
 
@@ -40,20 +40,8 @@ SCHEMA = (
 class Runtime(Protocol):
     """What a backend provides behind a `context_id`."""
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
-        """Write every row of `out` [T, H] and add one to `launch_count`."""
+    def launch(self, call: Call) -> None:
+        """Write every row of `call.out`, and add one to `call.launch_count`."""
 
 
 class NativeEntry(Protocol):
@@ -131,192 +119,6 @@ def _runtime(context_id: int, layout_version: int, w13: Tensor) -> Runtime:
 _NOTHING: tuple[Callable[[], Runtime | None], None] = (lambda: None, None)
 
 
-Requirement = tuple[object, type[Exception], str, object, object, str]
-
-
-def _requirements(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, top_k: int, capacity: int
-) -> Iterator[Requirement]:
-    """Everything about the inputs that does not depend on data, in the order it is reported.
-
-    Yields (condition, error, what, expected, got, cure); a condition may be symbolic.
-    """
-    for name, t in (("hidden_states", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        yield t.dim() == 2, ValueError, f"{name}.dim()", 2, t.dim(), "Flatten tokens to one axis."
-    yield (
-        x.dtype == torch.bfloat16,
-        ValueError,
-        "hidden_states.dtype",
-        torch.bfloat16,
-        x.dtype,
-        "Cast it: the kernel quantizes bf16 rows itself.",
-    )
-    yield (
-        topk_ids.dtype in (torch.int32, torch.int64),
-        ValueError,
-        "topk_ids.dtype",
-        "torch.int32 or torch.int64",
-        topk_ids.dtype,
-        "Cast it to one of these.",
-    )
-    yield (
-        topk_weights.dtype in (torch.float32, torch.bfloat16),
-        ValueError,
-        "topk_weights.dtype",
-        "torch.float32 or torch.bfloat16",
-        topk_weights.dtype,
-        "Cast it to one of these.",
-    )
-    yield (
-        x.shape[1] == w13.shape[2],
-        ValueError,
-        "hidden_states.shape[1]",
-        w13.shape[2],
-        x.shape[1],
-        "It must be the hidden_size of the config.",
-    )
-    for name, t in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        yield (
-            t.shape[0] == x.shape[0],
-            ValueError,
-            f"{name}.shape[0]",
-            x.shape[0],
-            t.shape[0],
-            "It must be the number of rows of hidden_states.",
-        )
-        yield (
-            t.shape[1] == top_k,
-            ValueError,
-            f"{name}.shape[1]",
-            top_k,
-            t.shape[1],
-            "It must be the top_k of the config.",
-        )
-    for name, t in (("hidden_states", x), ("topk_ids", topk_ids), ("topk_weights", topk_weights)):
-        # A single column has no column stride to speak of.
-        yield (
-            t.stride(1) == 1 or t.shape[1] == 1,
-            ValueError,
-            f"{name}.stride(1)",
-            1,
-            t.stride(1),
-            "Rows may be strided, columns may not: call .contiguous().",
-        )
-    yield (
-        x.shape[0] <= capacity,
-        CapacityError,
-        "tokens on this rank",
-        f"at most {capacity} (max_tokens_per_rank)",
-        x.shape[0],
-        "Raise max_tokens_per_rank, or split the batch the same way on all ranks.",
-    )
-
-
-def _weight_requirements(
-    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
-) -> Iterator[Requirement]:
-    """The same for the prepared weights and the mask, against `w13`."""
-    cure = "Use the prepared weights of one layer: load_weights makes them."
-    names = ("w13", "w13_scale", "w2", "w2_scale")
-    for name, t in zip(names, (w13, w13_scale, w2, w2_scale), strict=True):
-        yield t.dim() == 3, ValueError, f"{name}.dim()", 3, t.dim(), cure
-    experts, rows, hidden = w13.shape
-    shapes = (
-        (w13_scale, [experts, rows // 128, hidden // 128]),
-        (w2, [experts, hidden, rows // 2]),
-        (w2_scale, [experts, hidden // 128, rows // 256]),
-    )
-    for name, (t, shape) in zip(names[1:], shapes, strict=True):
-        yield list(t.shape) == shape, ValueError, f"{name}.shape", shape, list(t.shape), cure
-    for name, t, dtype in (
-        ("w13", w13, torch.float8_e4m3fn if w13.dtype is not torch.uint8 else torch.uint8),
-        ("w13_scale", w13_scale, torch.float32),
-        ("w2", w2, w13.dtype),
-        ("w2_scale", w2_scale, torch.float32),
-    ):
-        yield t.dtype is dtype, ValueError, f"{name}.dtype", dtype, t.dtype, cure
-    yield (
-        num_valid.dtype is torch.int32 and num_valid.numel() == 1,
-        ValueError,
-        "num_valid",
-        "one int32",
-        f"{num_valid.dtype} {list(num_valid.shape)}",
-        "Pass torch.tensor([n], dtype=torch.int32) on the device of hidden_states.",
-    )
-
-
-def _weights_hold(
-    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
-) -> bool:
-    """The same conditions as one expression."""
-    if w13.dim() != 3:
-        return False
-    experts, rows, hidden = w13.shape
-    return (
-        w13_scale.shape == (experts, rows // 128, hidden // 128)
-        and w2.shape == (experts, hidden, rows // 2)
-        and w2_scale.shape == (experts, hidden // 128, rows // 256)
-        and w13.dtype in _FP8_DTYPES
-        and w2.dtype is w13.dtype
-        and w13_scale.dtype is torch.float32
-        and w2_scale.dtype is torch.float32
-        and num_valid.dtype is torch.int32
-        and num_valid.numel() == 1
-    )
-
-
-def check_weights(
-    w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, num_valid: Tensor
-) -> None:
-    """Raise for the first requirement that does not hold."""
-    arguments = (w13, w13_scale, w2, w2_scale, num_valid)
-    if not _weights_hold(*arguments):
-        for condition, error, *report in _weight_requirements(*arguments):
-            if not condition:
-                raise error(mismatch(*report))  # type: ignore[arg-type]
-
-
-_FP8_DTYPES = frozenset((torch.float8_e4m3fn, torch.uint8))
-_ID_DTYPES = frozenset((torch.int32, torch.int64))
-_WEIGHT_DTYPES = frozenset((torch.float32, torch.bfloat16))
-
-
-def _all_hold(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, top_k: int, capacity: int
-) -> bool:
-    """Whether every requirement holds; False may also be a single column's odd stride.
-
-    The same conditions as one expression: making the report's words costs more than a launch.
-    """
-    shape, slots = x.shape, topk_ids.shape
-    return (
-        len(shape) == 2
-        and len(slots) == 2
-        and slots == topk_weights.shape
-        and slots[0] == shape[0]
-        and slots[1] == top_k
-        and shape[0] <= capacity
-        and shape[1] == w13.shape[2]
-        and x.dtype is torch.bfloat16
-        and topk_ids.dtype in _ID_DTYPES
-        and topk_weights.dtype in _WEIGHT_DTYPES
-        and x.stride(1) == 1
-        and topk_ids.stride(1) == 1
-        and topk_weights.stride(1) == 1
-    )
-
-
-def check_inputs(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, top_k: int, capacity: int
-) -> None:
-    """Raise for the first requirement that does not hold."""
-    arguments = (x, topk_ids, topk_weights, w13, top_k, capacity)
-    if not _all_hold(*arguments):
-        for condition, error, *report in _requirements(*arguments):
-            if not condition:
-                raise error(mismatch(*report))  # type: ignore[arg-type]
-
-
 def allocate_output(x: Tensor) -> Tensor:
     """The output of the op: [T, H], contiguous. The kernel and the fake share it."""
     return x.new_empty(x.shape)
@@ -338,14 +140,13 @@ def _fused_moe(
     layout_version: int,
 ) -> Tensor:
     runtime = _runtime(context_id, layout_version, w13)
-    check_weights(w13, w13_scale, w2, w2_scale, num_valid)
-    check_inputs(x, topk_ids, topk_weights, w13, top_k, capacity)
+    weights = Weights(w13, w13_scale, w2, w2_scale)
+    check_call(x, topk_ids, topk_weights, weights, num_valid, top_k, capacity)
     if w13.dtype is torch.uint8:
-        w13, w2 = w13.view(torch.float8_e4m3fn), w2.view(torch.float8_e4m3fn)
+        fp8 = torch.float8_e4m3fn
+        weights = weights._replace(w13=w13.view(fp8), w2=w2.view(fp8))
     out = allocate_output(x)
-    runtime.launch(
-        x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, num_valid, launch_count, out
-    )
+    runtime.launch(Call(x, topk_ids, topk_weights, weights, num_valid, launch_count, out))
     return out
 
 
@@ -365,10 +166,9 @@ def _fused_moe_fake(
     layout_version: int,
 ) -> Tensor:
     # torch._check, never a Python branch: T may be symbolic, and unbacked.
-    for condition, _, *report in itertools.chain(
-        _weight_requirements(w13, w13_scale, w2, w2_scale, num_valid),
-        _requirements(x, topk_ids, topk_weights, w13, top_k, capacity),
-    ):
+    weights = Weights(w13, w13_scale, w2, w2_scale)
+    arguments = (x, topk_ids, topk_weights, weights, num_valid, top_k, capacity)
+    for condition, _, *report in rules(*arguments):
         torch._check(condition, lambda report=report: mismatch(*map(_hint, report)))  # type: ignore
     return allocate_output(x)
 

@@ -38,6 +38,7 @@ from torch._dynamo.utils import counters
 import megamoe_compile as mm
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.call import Call
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -65,25 +66,13 @@ class Recorder:
         self._rest = op_arguments(layer, inputs_of(layer, 1))[3:9]
         self._constants = (2, 64, library.LAYOUT_VERSION)
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
-        launch_count += 1
-        out.copy_(x * 2)
-        self.tags.append(float(topk_weights[0, 0]))
-        given = dict(w13=w13, w13_scale=w13_scale, w2=w2, w2_scale=w2_scale)
-        given.update(num_valid=num_valid, launch_count=launch_count)
-        self.pointers.append({name: t.data_ptr() for name, t in given.items()})
+    def launch(self, call: Call) -> None:
+        call.launch_count.add_(1)
+        call.out.copy_(call.x * 2)
+        self.tags.append(float(call.topk_weights[0, 0]))
+        given = {**call.weights._asdict(), **call._asdict()}
+        names = ("w13", "w13_scale", "w2", "w2_scale", "num_valid", "launch_count")
+        self.pointers.append({name: given[name].data_ptr() for name in names})
 
     def call(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         result: Tensor = library.fused_moe(
@@ -499,7 +488,7 @@ def test_s68_overhead_of_a_call(layer: mm.MegaMoE, record_property: Any) -> None
     """
 
     class Nothing:
-        def launch(self, *arguments: Tensor) -> None:
+        def launch(self, call: Call) -> None:
             pass
 
     nothing = Nothing()

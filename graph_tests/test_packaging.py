@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.deep_gemm.runtime import WHEELS
+from megamoe_compile.custom_ops.deep_gemm.api import WHEELS
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())

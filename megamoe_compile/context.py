@@ -14,9 +14,10 @@ from .backends.capability import Capability, probe
 from .backends.paths import add_small_batch, check_paths
 from .backends.runtimes import intermediate_alignment, make_runtime
 from .config import MegaMoEConfig
+from .custom_ops.call import Weights
 from .custom_ops.library import register_runtime
 from .custom_ops.paths.choice import Decision, PathChoice, PathName
-from .custom_ops.paths.measured import MeasuredRuntime, Weights
+from .custom_ops.paths.measured import MeasuredRuntime
 from .custom_ops.triton.runtime import StepRows
 from .errors import (
     BackendUnavailable,
@@ -232,18 +233,13 @@ class MegaMoEContext:
         self.barrier()
 
     def _loaded_weights(self) -> list[Weights]:
-        return [
-            (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
-            for layer in self.layers
-            if layer.loaded
-        ]
+        return [layer.prepared for layer in self.layers if layer.loaded]
 
     def _any_weights(self) -> Weights:
         """Weights of this geometry for a launch that routes nothing."""
         for weights in self._loaded_weights():
             return weights
-        zeros = PreparedWeights.allocate(self.weight_geometry)
-        return zeros.w13, zeros.w13_scale, zeros.w2, zeros.w2_scale
+        return PreparedWeights.allocate(self.weight_geometry)
 
     def barrier(self) -> None:
         """Wait for the device and then for all ranks. Collective; not for a captured region."""

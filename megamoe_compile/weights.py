@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import BLOCK, MegaMoEConfig
+from .custom_ops.call import Weights
 from .custom_ops.reference.recipe import FP8, interleave_gate_up, quantize_blocks
 from .errors import mismatch
 
@@ -74,14 +75,8 @@ class WeightGeometry:
         return self.num_rows * (3 * h * i + 4 * (scales + biases))
 
 
-@dataclasses.dataclass(frozen=True)
-class PreparedWeights:
-    w13: Tensor
-    w13_scale: Tensor
-    w2: Tensor
-    w2_scale: Tensor
-    w13_bias: Tensor | None = None
-    w2_bias: Tensor | None = None
+class PreparedWeights(Weights):
+    """One rank's weights in the layout above."""
 
     @classmethod
     def allocate(cls, geometry: WeightGeometry) -> PreparedWeights:

@@ -4,8 +4,8 @@
 //
 // Everything else goes to the Python kernel of the same op, arguments untouched: what is to be
 // refused, closed contexts, first launches, weights as uint8. So each rule and each error text
-// stands in one place, custom_ops/library.py, and a check here only has to be strict, not to
-// explain.
+// stands in one place, custom_ops/library.py and call.py, and a check here only has to be strict,
+// not to explain.
 //
 // It is built against torch's C++ headers, once per torch version. The stable ABI would not do: its
 // C functions turn exceptions into error codes, and a ValueError or ContextClosed that the Python
@@ -134,7 +134,8 @@ bool is_weight(const at::Tensor& t, at::ScalarType dtype, std::array<int64_t, 3>
 
 bool is_one_int(const at::Tensor& t) { return t.scalar_type() == at::kInt && t.numel() == 1; }
 
-// What `_runtime`, `_weights_hold` and `_all_hold` of library.py ask, or more; and one device.
+// What `_runtime` of library.py and the rules of call.py ask, but for whether weights are
+// contiguous, which the mega kernel asks itself; and one device.
 bool holds(const Arguments& a, const MegaMoEFusedMoEConfig& config) {
     if (a.layout_version != config.layout_version || a.top_k != config.top_k || a.x.dim() != 2)
         return false;

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
+from ..call import Call, LayerSpec, Weights
 from ..cuda.build import default_cache_dir
-from .runtime import installed_version
+from .api import installed_version
 
 CHECK_SECONDS = 180  # a cold check compiles two kernels and the op
 MAX_RELATIVE_ERROR = 0.03  # of one token; 0.026 was seen
@@ -84,24 +85,14 @@ def _check(shape: Shape) -> float:
     second = [expert(h, i, False) for _ in range(k)]
     w13, w13_scale = (torch.stack(part) for part in zip(*first, strict=True))
     w2, w2_scale = (torch.stack(part) for part in zip(*second, strict=True))
-    weights = (w13, w13_scale, w2, w2_scale)
-    runtime = DeepGemmRuntime(
-        hidden_size=h,
-        intermediate_size=i,
-        num_experts=k,
-        num_shared_experts=0,
-        top_k=k,
-        capacity=1,
-        swiglu_limit=None,
-        routed_scaling_factor=1.0,
-        device=device,
-    )
+    weights = Weights(w13, w13_scale, w2, w2_scale)
+    runtime = DeepGemmRuntime(LayerSpec(h, i, num_experts=k, top_k=k, capacity=1), device)
     x = torch.randn(1, h, device=device, generator=generator).bfloat16()
     ids = torch.arange(k, dtype=torch.int32, device=device).reshape(1, k)
     scores = torch.rand(1, k, device=device, generator=generator)
     out = torch.full_like(x, float("nan"))
     one = torch.ones(1, dtype=torch.int32, device=device)
-    runtime.launch(x, ids, scores, *weights, one, torch.zeros_like(one), out)
+    runtime.launch(Call(x, ids, scores, weights, one, torch.zeros_like(one), out))
     want = moe_reference(
         x, ids, scores, *weights, intermediate_group=runtime.intermediate_group
     ).float()

@@ -1,346 +1,40 @@
-"""The `deep_gemm` backend: DeepGEMM's SM90 MegaMoE kernel. The only file that imports deep_gemm.
+"""The `deep_gemm` backend: DeepGEMM's SM90 MegaMoE kernel behind the op.
 
-Three generations of the sgl-deep-gemm wheel differ in binding and in arguments; `load_api` picks
-one by the wheel's version, once. Nothing here looks at a signature, and nothing is decided per
-call that construction could decide.
+Nothing is decided per call that construction could decide.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call import Call, LayerSpec, Weights, idle_call
 from ..cuda.stream import CurrentStream, refuse_cold_capture
-from ..errors import BackendUnavailable, mismatch
-from ..reference.recipe import FP8
 from ..staging.pre_dispatch import PreDispatch, Routing, StagingBuffer
 from ..symmetric.memory import SymmetricBuffer, agree, ranks_on_my_device
+from .api import load_api
 from .native import NativeLaunch, TvmCall, current_stream_address, install
-
-DISTRIBUTION = "sgl-deep-gemm"
-MAX_INTERMEDIATE = 4096  # the kernel tracks 64 column blocks of 64 in one mask
-# One row's scales, 4 bytes per 128 columns, must fill 16-byte units, by an assertion of the wheel:
-# on the hardware 256 columns met it, 512 ran.
-HIDDEN_ALIGNMENT = 512
-INTERMEDIATE_ALIGNMENT = 256  # its tiles of w13 are 512 rows at the most
-Version = tuple[int, ...]
-
-# torch release -> (lowest wheel, first wheel that no longer fits, wheel to install). A wheel links
-# against one torch; a wrong pair often imports and fails at the first call. 2.11 was run, the
-# others follow SGLang's pins.
-WHEELS: dict[Version, tuple[str, str, str]] = {
-    (2, 11): ("0.1.4.post1", "0.1.5.post3", "0.1.5.post1"),
-    (2, 13): ("0.1.5.post3", "0.2.2", "0.2.0"),
-    (2, 14): ("0.2.2", "1", "0.2.5"),
-}
-
-
-def parse_version(text: str) -> Version:
-    """Release numbers, then the post number (0 if none): "0.1.5.post1" -> (0, 1, 5, 1)."""
-    match = re.match(r"(\d+)(?:\.(\d+))?(?:\.(\d+))?(?:\.post(\d+))?", text)
-    if match is None:
-        raise ValueError(mismatch("version", "digits and dots", repr(text), "Reinstall the wheel."))
-    return tuple(int(part or 0) for part in match.groups())
-
-
-def installed_version() -> str | None:
-    """Version of the installed wheel, without importing it."""
-    try:
-        return importlib.metadata.version(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def wheel_problem(wheel: str | None, torch_version: str) -> str | None:
-    """Why this wheel cannot work with this torch, and what to install; None if it can."""
-    release = parse_version(torch_version)[:2]
-    known = WHEELS.get(release)
-    if known is None:
-        if wheel is not None:
-            return None  # a torch that this table does not know: the real call decides
-        return mismatch(
-            DISTRIBUTION,
-            f"a wheel built for torch {torch_version}",
-            "none installed",
-            f"Wheels are known for torch {', '.join('.'.join(map(str, r)) for r in WHEELS)}.",
-        )
-    lowest, too_new, right = known
-    cure = f"Run: pip install --no-deps {DISTRIBUTION}=={right}"
-    if parse_version(right) < (0, 2, 3):
-        cure += " apache-tvm-ffi==0.1.11"
-    expected = f"{right} for torch {torch_version}"
-    if wheel is None:
-        return mismatch(DISTRIBUTION, expected, "none installed", cure)
-    if not parse_version(lowest) <= parse_version(wheel) < parse_version(too_new):
-        return mismatch(DISTRIBUTION, expected, wheel, cure)
-    return None
-
-
-def shape_problem(
-    wheel: str, hidden_size: int, intermediate_size: int, num_slots: int, ep_size: int
-) -> str | None:
-    """What the kernel refuses about a shape (intermediate_size as padded), or None.
-
-    The probe adds which backend runs it all the same.
-    """
-    if hidden_size % HIDDEN_ALIGNMENT:
-        return mismatch(
-            "hidden_size",
-            f"a multiple of {HIDDEN_ALIGNMENT} ({DISTRIBUTION} {wheel})",
-            hidden_size,
-            "The kernel takes no other.",
-        )
-    if intermediate_size > MAX_INTERMEDIATE or intermediate_size % INTERMEDIATE_ALIGNMENT:
-        return mismatch(
-            "padded intermediate_size",
-            f"a multiple of {INTERMEDIATE_ALIGNMENT}, at most {MAX_INTERMEDIATE}",
-            intermediate_size,
-            "The kernel takes no other.",
-        )
-    if num_slots > 32 or ep_size > 72:
-        return mismatch(
-            "(top_k + num_shared_experts, ranks)",
-            "at most (32, 72)",
-            (num_slots, ep_size),
-            "The kernel takes no other.",
-        )
-    return None
-
-
-class Api(Protocol):
-    """What this project needs of one generation of the wheel."""
-
-    wheel: str
-    intermediate_group: int  # columns per scale of the second GEMM's input
-    early_trigger: bool  # whether the mega kernel waits in a programmatic launch
-
-    def token_alignment(self) -> int: ...
-
-    def buffer_bytes(self, layout: Sequence[object]) -> int: ...
-
-    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
-        """x, x_scale, topk_ids and topk_weights inside the buffer."""
-
-    def bind(
-        self,
-        buffer: Tensor,
-        pointers: list[int],
-        rank: int,
-        capacity: int,
-        num_experts: int,
-        num_slots: int,
-        swiglu_limit: float | None,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
-        """The launch: (y, w13, w13_scale, w2, w2_scale) on the current stream."""
-
-    def get_num_sms(self) -> int: ...
-
-    def set_num_sms(self, num_sms: int) -> None: ...
-
-
-RECIPE = (128, 128, 128)
-
-
-class TvmFfiApi:
-    """Wheels up to 0.2.2: functions of a tvm-ffi module. Run on hardware with 0.1.5.post1."""
-
-    intermediate_group = 64
-    early_trigger = False
-
-    def __init__(self, wheel: str, deep_gemm: Any) -> None:
-        self.wheel = wheel
-        self._c = deep_gemm._C
-
-    def token_alignment(self) -> int:
-        return int(self._c.get_token_alignment_for_mega_moe())
-
-    def buffer_bytes(self, layout: Sequence[object]) -> int:
-        return int(self._c.get_symm_buffer_size_for_sm90_mega_moe(*layout)[0])
-
-    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
-        slice_buffer = self._c.get_symm_buffer_size_for_sm90_mega_moe(*layout)[1]
-        views = [
-            view if isinstance(view, Tensor) else torch.utils.dlpack.from_dlpack(view)
-            for view in slice_buffer(buffer)[:4]
-        ]
-        views[0] = views[0].view(FP8)  # e4m3 travels as bytes
-        return views
-
-    def bind(
-        self,
-        buffer: Tensor,
-        pointers: list[int],
-        rank: int,
-        capacity: int,
-        num_experts: int,
-        num_slots: int,
-        swiglu_limit: float | None,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
-        import tvm_ffi
-
-        # Converted once: a launch then converts only the output and the weights.
-        fixed = (
-            None,
-            tvm_ffi.from_dlpack(buffer),
-            tvm_ffi.convert(pointers),
-            rank,
-            capacity,
-            num_experts,
-            num_slots,
-            tvm_ffi.convert(RECIPE),
-            "swiglu",
-            swiglu_limit,
-            True,
-        )
-        return TvmCall(self._c.fp8_mega_moe, fixed)
-
-    def get_num_sms(self) -> int:
-        return int(self._c.get_num_sms())
-
-    def set_num_sms(self, num_sms: int) -> None:
-        self._c.set_num_sms(num_sms)
-
-
-class TorchOpsApi:
-    """Wheels 0.2.3 and 0.2.4: torch.ops.deep_gemm. Checked against schemas, not run on hardware."""
-
-    intermediate_group = 64
-    early_trigger = False
-    takes_bound = False
-    alignment_op = "get_token_alignment_for_mega_moe"
-
-    def __init__(self, wheel: str, ops: Any) -> None:
-        self.wheel = wheel
-        self._ops = ops
-
-    def token_alignment(self) -> int:
-        return int(getattr(self._ops, self.alignment_op).default())
-
-    def buffer_bytes(self, layout: Sequence[object]) -> int:
-        return int(self._ops.get_symm_buffer_size_for_sm90_mega_moe.default(*layout))
-
-    def input_views(self, buffer: Tensor, layout: Sequence[object]) -> list[Tensor]:
-        return list(self._ops.slice_symm_buffer_for_sm90_mega_moe.default(buffer, *layout)[:4])
-
-    def bind(
-        self,
-        buffer: Tensor,
-        pointers: list[int],
-        rank: int,
-        capacity: int,
-        num_experts: int,
-        num_slots: int,
-        swiglu_limit: float | None,
-    ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], object]:
-        kernel = self._ops.fp8_mega_moe.default
-        fixed = (
-            None,
-            buffer,
-            pointers,
-            rank,
-            capacity,
-            num_experts,
-            num_slots,
-            RECIPE,
-            "swiglu",
-            swiglu_limit,
-            True,
-        )
-        if self.takes_bound and len(pointers) == 1:
-
-            def launch(y: Tensor, *weights: Tensor) -> None:
-                kernel(y, *weights, *fixed, y.shape[0])
-
-        else:
-            # The bound must hold on every rank, and this rank knows only its own tokens: 0 stands
-            # for the capacity.
-            def launch(y: Tensor, *weights: Tensor) -> None:
-                kernel(y, *weights, *fixed)
-
-        return launch
-
-    def get_num_sms(self) -> int:
-        return int(self._ops.get_num_sms.default())
-
-    def set_num_sms(self, num_sms: int) -> None:
-        self._ops.set_num_sms.default(num_sms)
-
-
-class BoundedApi(TorchOpsApi):
-    """Wheels from 0.2.5: `num_tokens_bound`, a scale per 128 columns between the GEMMs, and a mega
-    kernel that waits for its predecessor. Checked against schemas, not run on hardware."""
-
-    intermediate_group = 128
-    early_trigger = True
-    takes_bound = True
-    alignment_op = "get_token_alignment_for_sm90_mega_moe"
-
-
-def load_api() -> Api:
-    """Import deep_gemm and wrap the generation that is installed.
-
-    Raises:
-        BackendUnavailable: no wheel, one for another torch, or one that does not load.
-    """
-    wheel = installed_version()
-    problem = wheel_problem(wheel, torch.__version__)
-    if wheel is None or problem is not None:
-        raise BackendUnavailable(problem)
-    try:
-        import deep_gemm
-    except Exception as error:  # a wrong pair fails in many ways: OSError, ImportError, ...
-        raise BackendUnavailable(
-            mismatch(
-                f"import of {DISTRIBUTION} {wheel}",
-                f"a library that loads with torch {torch.__version__}",
-                f"{type(error).__name__}: {error}",
-                "Reinstall the wheel that fits this torch, with --no-deps.",
-            )
-        ) from error
-    version = parse_version(wheel)
-    if version < (0, 2, 3):
-        return TvmFfiApi(wheel, deep_gemm)
-    ops = torch.ops.deep_gemm
-    return BoundedApi(wheel, ops) if version >= (0, 2, 5) else TorchOpsApi(wheel, ops)
-
-
-def masked_grouped_gemm() -> Callable[..., None]:
-    """The wheel's masked grouped FP8 GEMM, by itself: `GroupedGemm` of unfused/."""
-    import deep_gemm
-
-    gemm = deep_gemm.fp8_m_grouped_gemm_nt_masked
-    return lambda a, a_scale, b, b_scale, *rest: gemm((a, a_scale), (b, b_scale), *rest)
 
 
 class DeepGemmRuntime:
     """One rank's symmetric buffer, staging kernel and mega kernel. Construction is collective.
 
     Args:
-        intermediate_size: padded to a multiple of 256. capacity: tokens per rank.
+        spec: its intermediate_size is padded to a multiple of 256.
         num_sms: SMs that the kernel's grid takes, even; None for all, or for this rank's share
             where several ranks run on one GPU (the kernel spins until its whole grid is resident).
     """
 
     def __init__(
         self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_shared_experts: int,
-        top_k: int,
-        capacity: int,
-        swiglu_limit: float | None,
-        routed_scaling_factor: float,
+        spec: LayerSpec,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        *,
         num_sms: int | None = None,
     ) -> None:
         self.device = device
@@ -349,19 +43,18 @@ class DeepGemmRuntime:
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.api = load_api()
         self.intermediate_group = self.api.intermediate_group
-        self.top_k = top_k
-        num_slots = top_k + num_shared_experts
-        rows = num_experts // self.world_size + num_shared_experts
-        self._weight_shape = (rows, 2 * intermediate_size, hidden_size)
+        self.top_k = spec.top_k
+        local = spec.num_experts // self.world_size
+        rows = local + spec.num_shared_experts
         alignment = self.api.token_alignment()
-        padded_capacity = math.ceil(capacity / alignment) * alignment
+        padded_capacity = math.ceil(spec.capacity / alignment) * alignment
         layout = (
             self.world_size,
             rows * self.world_size,
             padded_capacity,
-            num_slots,
-            hidden_size,
-            intermediate_size,
+            spec.num_slots,
+            spec.hidden_size,
+            spec.intermediate_size,
             True,
             "swiglu",
         )
@@ -372,11 +65,11 @@ class DeepGemmRuntime:
         self._stage = PreDispatch(
             StagingBuffer(x, scale, ids, weights),
             Routing(
-                num_experts,
-                num_experts // self.world_size,
-                num_shared_experts,
+                spec.num_experts,
+                local,
+                spec.num_shared_experts,
                 self.rank,
-                routed_scaling_factor,
+                spec.routed_scaling_factor,
             ),
             self.invalid_count,
             # A programmatic launch pays only between kernels that trigger early. Around a mega
@@ -390,8 +83,8 @@ class DeepGemmRuntime:
             self.rank,
             padded_capacity,
             rows * self.world_size,
-            num_slots,
-            swiglu_limit,
+            spec.num_slots,
+            spec.swiglu.limit,
         )
         sharers = ranks_on_my_device(self.buffer.peers, self.rank)
         if num_sms is None and sharers > 1:
@@ -409,8 +102,8 @@ class DeepGemmRuntime:
                     mega=c_call,
                     current_stream=current_stream_address(),
                     device_index=device.index,
-                    w13_shape=self._weight_shape,
-                    top_k=top_k,
+                    w13_shape=(rows, 2 * spec.intermediate_size, spec.hidden_size),
+                    top_k=spec.top_k,
                     capacity=padded_capacity,
                     keep_alive=self._stage,
                 )
@@ -431,47 +124,20 @@ class DeepGemmRuntime:
 
         return launch
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
+    def launch(self, call: Call) -> None:
         """See `library.Runtime`. A number of tokens that was never launched may compile here."""
-        tokens = x.shape[0]
+        tokens = call.x.shape[0]
         first = tokens not in self.warm
         if first:
-            self._first_launch(tokens, w13)
-        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, self._stream())
-        self._mega(out, w13, w13_scale, w2, w2_scale)
+            refuse_cold_capture(tokens, self.warm)
+            self.warm.add(tokens)
+        self._stage(*call[:3], call.num_valid, call.launch_count, self._stream())
+        self._mega(call.out, *call.weights[:4])
         if first and self.native is not None:
             self.native.warm(tokens)
 
-    def _first_launch(self, tokens: int, w13: Tensor) -> None:
-        refuse_cold_capture(tokens, self.warm)
-        if tuple(w13.shape) != self._weight_shape:
-            raise ValueError(
-                mismatch(
-                    "w13.shape",
-                    list(self._weight_shape),
-                    list(w13.shape),
-                    "The weights must be prepared for this context's geometry.",
-                )
-            )
-        self.warm.add(tokens)
-
     def warmup(
-        self,
-        token_counts: Sequence[int],
-        weights: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]],
-        launch_count: Tensor,
+        self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
     ) -> None:
         """Compile and load every kernel that these numbers of tokens reach. Collective.
 
@@ -480,15 +146,9 @@ class DeepGemmRuntime:
         """
         counts = sorted({0, *token_counts})
         any_weights = weights()
-        hidden, top_k = self._weight_shape[2], self.top_k
-        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
         for turn in range(len(counts)):
             tokens = counts[(turn + self.rank) % len(counts)]
-            x = torch.zeros(tokens, hidden, dtype=torch.bfloat16, device=self.device)
-            ids = torch.full((tokens, top_k), -1, dtype=torch.int32, device=self.device)
-            scores = torch.zeros(tokens, top_k, device=self.device)
-            out = torch.empty_like(x)
-            self.launch(x, ids, scores, *any_weights, nothing, launch_count, out)
+            self.launch(idle_call(tokens, self.top_k, any_weights, launch_count))
             torch.cuda.synchronize(self.device)
             if self.group is not None:
                 dist.barrier(group=self.group)

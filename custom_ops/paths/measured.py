@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from ..call import Call, Weights, idle_call
 from ..cuda.stream import CurrentStream, refuse_cold_capture
-from ..errors import require
 from ..library import Runtime
 from .choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 # several, so that no call finds its experts in the L2 cache because the one before read the same.
 CALLS = 8
 
-Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 Timer = Callable[[Mapping[PathName, Sequence[Callable[[], None]]]], Mapping[PathName, float]]
 
 
@@ -67,40 +66,21 @@ class SmallBatchPath:
         self._stream = CurrentStream(device)
         self._warm: set[int] = set()
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
+    def launch(self, call: Call) -> None:
         """See `library.Runtime`."""
-        tokens = x.shape[0]
+        tokens = call.x.shape[0]
         if tokens not in self._warm:
             # It compiles nothing per number of tokens. But what a capture needs must not depend on
             # which path was faster here.
             refuse_cold_capture(tokens, self._warm)
             self._warm.add(tokens)
-        for weight in (w13, w13_scale, w2, w2_scale):  # the kernel sees a pointer only
-            if not weight.is_contiguous():
-                require(False, "stride of the weights", "contiguous", weight.stride(), "Copy them.")
+        weights = call.weights
         self._kernel(
-            x,
-            topk_ids,
-            topk_weights,
-            num_valid,
-            launch_count,
-            w13,
-            w13_scale,
-            w2,
-            w2_scale,
-            out,
+            *call[:3],
+            call.num_valid,
+            call.launch_count,
+            *weights[:4],
+            call.out,
             self._stream(),
         )
 
@@ -110,17 +90,7 @@ class SmallBatchPath:
         """Launch each of these numbers of tokens once, with nothing routed."""
         any_weights = weights()
         for tokens in sorted({0, *token_counts}):
-            x = launch_count.new_zeros(tokens, any_weights[0].shape[2], dtype=torch.bfloat16)
-            ids = launch_count.new_full((tokens, self._top_k), -1)
-            self.launch(
-                x,
-                ids,
-                torch.zeros_like(ids, dtype=torch.float32),
-                *any_weights,
-                torch.zeros_like(launch_count),
-                launch_count,
-                torch.empty_like(x),
-            )
+            self.launch(idle_call(tokens, self._top_k, any_weights, launch_count))
 
     def reset(self) -> None:
         """Zero the kernel's counters."""
@@ -161,23 +131,9 @@ class MeasuredRuntime:
         self._top_k = top_k
         self._timer = timer
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
+    def launch(self, call: Call) -> None:
         """See `library.Runtime`."""
-        self.path_of(x.shape[0]).launch(
-            x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, num_valid, launch_count, out
-        )
+        self.path_of(call.x.shape[0]).launch(call)
 
     def path_of(self, tokens: int) -> MegaPath | SmallBatchPath:
         """What a call of so many rows takes."""
@@ -230,7 +186,7 @@ class MeasuredRuntime:
         self, tokens: int, layers: Sequence[Weights], launch_count: Tensor
     ) -> dict[PathName, list[Callable[[], None]]]:
         """The same calls for both paths: random rows and routing, the layers in turn."""
-        device, hidden = launch_count.device, layers[0][0].shape[2]
+        device, hidden = launch_count.device, layers[0].w13.shape[2]
         generator = torch.Generator(device).manual_seed(tokens)  # not the user's random state
         random = functools.partial(torch.randn, device=device, generator=generator)
         rows = random(CALLS, tokens, hidden).bfloat16()
@@ -238,20 +194,13 @@ class MeasuredRuntime:
         valid = torch.full_like(launch_count, tokens)
         out = torch.empty_like(rows[0])
 
+        calls = [
+            Call(rows[n], ids[n], scores[n], layers[n % len(layers)], valid, launch_count, out)
+            for n in range(CALLS)
+        ]
+
         def calls_of(path: MegaPath | SmallBatchPath) -> list[Callable[[], None]]:
-            return [
-                functools.partial(
-                    path.launch,
-                    rows[call],
-                    ids[call],
-                    scores[call],
-                    *layers[call % len(layers)],
-                    valid,
-                    launch_count,
-                    out,
-                )
-                for call in range(CALLS)
-            ]
+            return [functools.partial(path.launch, call) for call in calls]
 
         return {DEEP_GEMM: calls_of(self._mega), SMALL_BATCH: calls_of(self._small)}
 

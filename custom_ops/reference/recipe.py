@@ -1,9 +1,10 @@
-"""The number recipe in plain PyTorch: the fp32 oracle, and the CPU kernel of the op.
+"""The number recipe in plain PyTorch: the fp32 oracle of every backend.
 
 Activations: e4m3 with one fp32 scale per row and 128 columns, scale = max(amax, 1e-10) / 448.
-Weights: e4m3 with one fp32 scale per 128x128 block. Between the two GEMMs: SwiGLU with the gate
-clamped to at most `limit` and up to +-`limit`, times the routing weight, quantized again. Each
-(token, slot) result is rounded to bf16; the slots of a token are summed in fp32 in slot order.
+Weights: e4m3 with one fp32 scale per 128x128 block. Between the two GEMMs: the bias if there is
+one, SwiGLU with the gate clamped to at most `limit` and up to +-`limit`, times the routing weight,
+quantized again. Each (token, slot) result, with the routing weight times the second bias, is
+rounded to bf16; the slots of a token are summed in fp32 in slot order.
 The recipe is that of DeepSeek-V3's FP8 experts as DeepGEMM's SM90 MegaMoE kernel computes it.
 
 Weights come in the prepared layout: `w13` interleaves gate and up rows in groups of 8
@@ -13,8 +14,9 @@ Weights come in the prepared layout: `w13` interleaves gate and up rows in group
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+
+from ..call import PLAIN, Swiglu, Weights
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
@@ -80,12 +82,19 @@ def deinterleave_gate_up(w13: Tensor) -> Tensor:
     return w13.reshape(n // (2 * INTERLEAVE), 2, INTERLEAVE, c).transpose(0, 1).reshape(n, c)
 
 
-def swiglu(gate: Tensor, up: Tensor, limit: float | None) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit) in fp32; no clamp where limit is None."""
+def swiglu(
+    gate: Tensor, up: Tensor, limit: float | None, alpha: float = 1.0, beta: float = 0.0
+) -> Tensor:
+    """g * sigmoid(alpha * g) * (u + beta) in fp32, of g = min(gate, limit) and of up in +-limit.
+
+    No clamp where limit is None.
+    """
     if limit is not None:
         gate = gate.clamp(max=limit)
         up = up.clamp(-limit, limit)
-    return torch.nn.functional.silu(gate) * up
+    # silu is not the same bits as its formula.
+    gated = torch.nn.functional.silu(gate) if alpha == 1.0 else gate * torch.sigmoid(alpha * gate)
+    return gated * (up if beta == 0.0 else up + beta)
 
 
 def stage(
@@ -140,35 +149,31 @@ def stage(
 
 
 def _expert(
-    rows: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    limit: float | None,
-    intermediate_group: int | None,
+    rows: Tensor, routing: Tensor, weights: Weights, form: Swiglu, intermediate_group: int | None
 ) -> Tensor:
-    """One expert on fp32 rows [M, H] with routing weights [M] -> bf16 [M, H]."""
+    """One expert, `weights` without E, on fp32 rows [M, H] and their routing [M] -> bf16 [M, H]."""
+    w13, w13_scale, w2, w2_scale, w13_bias, w2_bias = weights
     gate_up = rows @ dequantize_blocks(deinterleave_gate_up(w13), w13_scale).T
+    if w13_bias is not None:
+        gate_up += deinterleave_gate_up(w13_bias[:, None])[:, 0]
     gate, up = gate_up.chunk(2, dim=1)
-    hidden = swiglu(gate, up, limit) * weights[:, None]
+    hidden = swiglu(gate, up, *form) * routing[:, None]
     if intermediate_group is not None:
         hidden = dequantize_rows(*quantize_rows(hidden, intermediate_group))
-    return (hidden @ dequantize_blocks(w2, w2_scale).T).to(torch.bfloat16)
+    result = hidden @ dequantize_blocks(w2, w2_scale).T
+    if w2_bias is not None:
+        result += routing[:, None] * w2_bias
+    return result.to(torch.bfloat16)
 
 
 def expert_slots(
     rows: Tensor,
     ids: Tensor,
-    weights: Tensor,
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
+    routing: Tensor,
+    weights: Weights,
     *,
     first_expert: int = 0,
-    swiglu_limit: float | None = None,
+    form: Swiglu = PLAIN,
     intermediate_group: int | None = BLOCK,
     dense: bool = False,
 ) -> Tensor:
@@ -178,20 +183,20 @@ def expert_slots(
     selects: no host synchronization, so that a CUDA stream can capture it.
     """
     tokens, slots = ids.shape
-    flat_ids, flat_weights = ids.reshape(-1), weights.reshape(-1)
+    flat_ids, flat_routing = ids.reshape(-1), routing.reshape(-1)
     out = rows.new_zeros(tokens * slots, rows.shape[1], dtype=torch.bfloat16)
-    for local in range(w13.shape[0]):
+    for local in range(weights.w13.shape[0]):
         mine = flat_ids == first_expert + local
-        args = (w13[local], w13_scale[local], w2[local], w2_scale[local])
+        own = Weights(*(None if t is None else t[local] for t in weights))  # type: ignore[arg-type]
         if dense:
             repeated = rows.repeat_interleave(slots, dim=0)
-            result = _expert(repeated, flat_weights, *args, swiglu_limit, intermediate_group)
+            result = _expert(repeated, flat_routing, own, form, intermediate_group)
             out = torch.where(mine[:, None], result, out)
             continue
         (picked,) = mine.nonzero(as_tuple=True)
         if picked.numel():
             out[picked] = _expert(
-                rows[picked // slots], flat_weights[picked], *args, swiglu_limit, intermediate_group
+                rows[picked // slots], flat_routing[picked], own, form, intermediate_group
             )
     return out.reshape(tokens, slots, rows.shape[1])
 
@@ -212,9 +217,13 @@ def moe_reference(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
     *,
     num_valid: int | None = None,
     swiglu_limit: float | None = None,
+    swiglu_alpha: float = 1.0,
+    swiglu_beta: float = 0.0,
     routed_scaling_factor: float = 1.0,
     num_shared_experts: int = 0,
     intermediate_group: int | None = BLOCK,
@@ -223,7 +232,7 @@ def moe_reference(
     """The oracle over all experts on one rank: x [T, H] bf16 -> [T, H] bf16.
 
     Args:
-        w13, w13_scale, w2, w2_scale: prepared weights of all experts; shared ones come last.
+        w13 to w2_bias: prepared weights of all experts, see `Weights`; shared ones come last.
         intermediate_group: columns per scale of the second GEMM's input (64 in the DeepGEMM 0.1.x
             and 0.2.2 kernels, 128 from 0.2.5).
         quantize: False leaves out both activation quantizations, for error bounds.
@@ -246,116 +255,8 @@ def moe_reference(
             rows,
             ids,
             weights,
-            w13,
-            w13_scale,
-            w2,
-            w2_scale,
-            swiglu_limit=swiglu_limit,
+            Weights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias),
+            form=Swiglu(swiglu_limit, swiglu_alpha, swiglu_beta),
             intermediate_group=intermediate_group if quantize else None,
         )
     )
-
-
-class ReferenceRuntime:
-    """The `reference` backend of one rank: the recipe above, on CPU or CUDA, over any group.
-
-    With several ranks each launch gathers all ranks' staged tokens, runs the local experts, and
-    sums the slots: exactly one rank contributes to a slot, so the sum is exact and the result is
-    that of one rank with all experts.
-    """
-
-    native = None  # nothing here is launched from C++
-    intermediate_group = BLOCK
-
-    def __init__(
-        self,
-        *,
-        num_experts: int,
-        num_shared_experts: int,
-        swiglu_limit: float | None,
-        routed_scaling_factor: float,
-        device: torch.device,
-        group: dist.ProcessGroup | None = None,
-    ) -> None:
-        self.group = group
-        self.rank = 0 if group is None else dist.get_rank(group)
-        self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.num_experts = num_experts
-        self.num_local_experts = num_experts // self.world_size
-        self.num_shared_experts = num_shared_experts
-        self.swiglu_limit = swiglu_limit
-        self.routed_scaling_factor = routed_scaling_factor
-        self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
-        self.dense = device.type == "cuda"  # a CUDA stream may be capturing; the CPU never is
-
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
-        q, scale, ids, weights, num_invalid = stage(
-            x,
-            topk_ids,
-            topk_weights,
-            num_valid,
-            num_experts=self.num_experts,
-            num_local_experts=self.num_local_experts,
-            num_shared_experts=self.num_shared_experts,
-            rank=self.rank,
-            routed_scaling_factor=self.routed_scaling_factor,
-        )
-        launch_count += 1
-        self.invalid_count += num_invalid
-        staged = (dequantize_rows(q, scale), ids, weights)
-        tokens, longest = x.shape[0], x.shape[0]
-        if self.group is not None:
-            longest = self._longest(tokens, x.device)
-            staged = tuple(self._gather(t, longest) for t in staged)  # type: ignore[assignment]
-        slots = expert_slots(
-            *staged,
-            w13,
-            w13_scale,
-            w2,
-            w2_scale,
-            first_expert=self.rank * w13.shape[0],
-            swiglu_limit=self.swiglu_limit,
-            dense=self.dense,
-        )
-        if self.group is not None:
-            dist.all_reduce(slots, group=self.group)
-            slots = slots[self.rank * longest :]
-        out.copy_(combine(slots[:tokens]))
-
-    buffer_bytes = 0  # it stages into fresh memory
-
-    def warmup(self, token_counts: object, weights: object, launch_count: object) -> None:
-        """Nothing to compile."""
-
-    def reset(self) -> None:
-        """No state outside of a launch."""
-
-    def close(self) -> None:
-        """Nothing to free."""
-
-    def _longest(self, tokens: int, device: torch.device) -> int:
-        count = torch.tensor([tokens], device=device)
-        dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.group)
-        return int(count)
-
-    def _gather(self, rows: Tensor, longest: int) -> Tensor:
-        """[T, C] of each rank -> [ranks * longest, C]; rows past a rank's T route nowhere."""
-        padded = rows.new_full((longest, rows.shape[1]), -1)
-        padded[: rows.shape[0]] = rows
-        gathered = rows.new_empty(self.world_size * longest, rows.shape[1])
-        # torch 2.13 gave it another name, and warns about the old one.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(gathered, padded, group=self.group)
-        return gathered

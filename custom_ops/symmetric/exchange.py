@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import library
+from ..call import Rule
 from ..errors import ContextClosed, mismatch
 from .memory import SymmetricBuffer
 
@@ -185,7 +186,7 @@ def _transport(exchange_id: int) -> Transport:
     return cast(Transport, transport)
 
 
-def _requirements(rows: Tensor, parts: int, slot_bytes: int) -> Iterator[library.Requirement]:
+def _requirements(rows: Tensor, parts: int, slot_bytes: int) -> Iterator[Rule]:
     yield (
         rows.dim() >= 1,
         ValueError,

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..call import Call, LayerSpec, Weights, idle_call
 from ..cuda.stream import check_current, refuse_cold_capture
 from ..errors import CapacityError, ContextClosed, mismatch
 from ..reference.recipe import BLOCK
@@ -108,7 +109,7 @@ class TritonRuntime:
     """One rank's workspaces and kernels. Construction is collective, and allocates everything.
 
     Args:
-        intermediate_size: padded to a multiple of 128. capacity: tokens per rank.
+        spec: its intermediate_size is padded to a multiple of 128.
         step_rows: told by the context; see `_rows`.
         gpu: what to choose tiles for; default: the device.
 
@@ -121,17 +122,10 @@ class TritonRuntime:
 
     def __init__(
         self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        num_shared_experts: int,
-        top_k: int,
-        capacity: int,
-        swiglu_limit: float | None,
-        routed_scaling_factor: float,
+        spec: LayerSpec,
         device: torch.device,
         group: dist.ProcessGroup | None = None,
+        *,
         step_rows: StepRows | None = None,
         gpu: Device | None = None,
     ) -> None:
@@ -140,26 +134,25 @@ class TritonRuntime:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
-        self.capacity = capacity
-        self.top_k = top_k
-        self._hidden, self._intermediate = hidden_size, intermediate_size
-        self._slots = top_k + num_shared_experts
-        local = num_experts // self.world_size
-        self._experts = local + num_shared_experts
+        self.spec = spec
+        self.capacity = spec.capacity
+        self._hidden, self._intermediate = spec.hidden_size, spec.intermediate_size
+        self._slots = spec.num_slots
+        self._local = spec.num_experts // self.world_size
+        self._experts = self._local + spec.num_shared_experts
         self._first_expert = self.rank * self._experts
         self._gpu = gpu or Device.of(device)
         self._step_rows = step_rows or StepRows()
-        self._limit, self._scaling = swiglu_limit, routed_scaling_factor
         self.invalid_count = torch.zeros(1, dtype=torch.int32, device=device)
-        self._record = _Record(hidden_size, self._slots)
+        self._record = _Record(self._hidden, self._slots)
         self._transport = make_transport(
-            group, capacity * max(self._record.nbytes, 4 * hidden_size), device
+            group, self.capacity * max(self._record.nbytes, 4 * self._hidden), device
         )
         self._tilings: dict[int, Tiling] = {}  # by rows of all ranks
         self.buffer_bytes = agree(group, "allocating the workspaces", self._allocate)
         if isinstance(self._transport, SymmetricTransport):
             self.buffer_bytes += self._transport.nbytes
-        self._constants = self._make_constants(num_experts, local, num_shared_experts)
+        self._constants = self._make_constants()
         self._warm: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -198,9 +191,9 @@ class TritonRuntime:
         self._slot_results = empty(pairs, hidden, dtype=torch.bfloat16)
         return total
 
-    def _make_constants(self, num_experts: int, local: int, shared: int) -> dict[str, Any]:
+    def _make_constants(self) -> dict[str, Any]:
         """Per kernel, its constexpr arguments that no call changes."""
-        hidden, slots, nbytes = self._hidden, self._slots, self._record.nbytes
+        spec, hidden, slots, nbytes = self.spec, self._hidden, self._slots, self._record.nbytes
         geometry = {
             "HIDDEN": hidden,
             "INTERMEDIATE": self._intermediate,
@@ -213,11 +206,11 @@ class TritonRuntime:
         return {
             "stage": {
                 "HIDDEN": hidden,
-                "TOP_K": self.top_k,
-                "NUM_EXPERTS": num_experts,
-                "NUM_LOCAL": local,
-                "NUM_SHARED": shared,
-                "FIRST_SHARED": self._first_expert + local,
+                "TOP_K": spec.top_k,
+                "NUM_EXPERTS": spec.num_experts,
+                "NUM_LOCAL": self._local,
+                "NUM_SHARED": spec.num_shared_experts,
+                "FIRST_SHARED": self._first_expert + self._local,
                 "GROUPS": groups,
                 "SLOTS": _power_of_two(slots),
                 "X_STRIDE": nbytes,
@@ -232,7 +225,7 @@ class TritonRuntime:
                 "X_STRIDE": nbytes,
                 "SCALE_STRIDE": nbytes // 4,
                 "ROUTING_STRIDE": nbytes // 4,
-                "CLAMP": self._limit is not None,
+                "CLAMP": spec.swiglu.limit is not None,
             },
             "down": geometry,
             "combine": {
@@ -258,19 +251,7 @@ class TritonRuntime:
 
     # -- a launch ---------------------------------------------------------------------------------
 
-    def launch(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        out: Tensor,
-    ) -> None:
+    def launch(self, call: Call) -> None:
         """See `library.Runtime`. A number of rows that was never launched may compile here."""
         if self._closed:
             raise ContextClosed(
@@ -278,21 +259,21 @@ class TritonRuntime:
                     "context of the launch", "open", "closed", "Keep it open while its graphs run."
                 )
             )
-        rows = self._rows(x.shape[0])
+        tokens = call.x.shape[0]
+        rows = self._rows(tokens)
         if self.device.type == "cuda":
-            self._check_cuda(x.shape[0], rows)
-        self._stage(x, topk_ids, topk_weights, num_valid, launch_count, rows)
+            self._check_cuda(tokens, rows)
+        self._stage(call, rows)
         if rows == 0:
             return
-        weights = (w13, w13_scale, w2, w2_scale)
         if self._transport is None:
-            self._run_experts(rows, *weights, out)
+            self._run_experts(rows, call.weights, call.out)
             return
         total = self.world_size * rows
         self._transport.gather(self._staged[:rows], self._gathered[:total])
-        self._run_experts(total, *weights, self._sums[:total])
+        self._run_experts(total, call.weights, self._sums[:total])
         self._transport.reduce_scatter(self._sums[:total], self._reduced[:rows])
-        out.copy_(self._reduced[: x.shape[0]])
+        call.out.copy_(self._reduced[:tokens])
 
     def _rows(self, tokens: int) -> int:
         """Rows that this rank brings to the exchange: as many as every other rank.
@@ -322,15 +303,8 @@ class TritonRuntime:
             refuse_cold_capture(tokens, {count for count, _ in self._warm})
             self._warm.add((tokens, rows))
 
-    def _stage(
-        self,
-        x: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        num_valid: Tensor,
-        launch_count: Tensor,
-        rows: int,
-    ) -> None:
+    def _stage(self, call: Call, rows: int) -> None:
+        x, topk_ids, topk_weights = call.x, call.topk_ids, call.topk_weights
         tokens = x.shape[0]
         staged = self._record.views(self._staged, torch.uint8)
         self._kernels.pre_dispatch_kernel[(max(rows, 1), self._stage_parts)](
@@ -340,26 +314,18 @@ class TritonRuntime:
             topk_ids.stride(0),
             topk_weights,
             topk_weights.stride(0),
-            num_valid,
-            launch_count,
+            call.num_valid,
+            call.launch_count,
             tokens,
             rows,
             *staged,
             self.invalid_count,
-            self._scaling,
+            self.spec.routed_scaling_factor,
             ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
             **self._constants["stage"],
         )
 
-    def _run_experts(
-        self,
-        rows: int,
-        w13: Tensor,
-        w13_scale: Tensor,
-        w2: Tensor,
-        w2_scale: Tensor,
-        out: Tensor,
-    ) -> None:
+    def _run_experts(self, rows: int, weights: Weights, out: Tensor) -> None:
         """This rank's experts on `rows` staged rows: the sum over slots, in the dtype of out."""
         tiling, constants, kernels = self._tiling(rows), self._constants, self._kernels
         operand = torch.float8_e4m3fn if self._gpu.fp8_dot else torch.uint8
@@ -381,13 +347,13 @@ class TritonRuntime:
             self._first,
             self._count,
             self._pairs,
-            w13.view(operand),
-            w13_scale,
+            weights.w13.view(operand),
+            weights.w13_scale,
             self._partial,
             self._arrived,
             self._intermediate_codes,
             self._intermediate_scale,
-            0.0 if self._limit is None else self._limit,
+            self.spec.swiglu.limit or 0.0,
             places,
             **constants["gate_up"],
             BLOCK_M=tiling.block_m,
@@ -403,8 +369,8 @@ class TritonRuntime:
             self._first,
             self._count,
             self._pairs,
-            w2.view(operand),
-            w2_scale,
+            weights.w2.view(operand),
+            weights.w2_scale,
             self._slot_results,
             **constants["down"],
             BLOCK_M=tiling.block_m,
@@ -420,42 +386,31 @@ class TritonRuntime:
     # -- around launches --------------------------------------------------------------------------
 
     def warmup(
-        self,
-        token_counts: Sequence[int],
-        weights: Callable[[], tuple[Tensor, Tensor, Tensor, Tensor]],
-        launch_count: Tensor,
+        self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
     ) -> None:
         """Compile and load every kernel that these numbers of tokens reach. Collective.
 
         Over several ranks each number is launched as a bucket and padded to the capacity.
         """
-        any_weights = weights()
-        nothing = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self._warm_up_staging(nothing)
+        any_weights, top_k = weights(), self.spec.top_k
+        self._warm_up_staging(idle_call(2, top_k, any_weights, torch.zeros_like(launch_count)))
         told = self._step_rows.rows
         for tokens in sorted({0, *token_counts}):
-            x = torch.zeros(tokens, self._hidden, dtype=torch.bfloat16, device=self.device)
-            ids = torch.full((tokens, self.top_k), -1, dtype=torch.int32, device=self.device)
-            scores = torch.zeros(tokens, self.top_k, device=self.device)
+            call = idle_call(tokens, top_k, any_weights, launch_count)
             try:
                 for rows in (None,) if self.world_size == 1 else (tokens, None):
                     self._step_rows.rows = rows
-                    out = torch.empty_like(x)
-                    self.launch(x, ids, scores, *any_weights, nothing, launch_count, out)
+                    self.launch(call)
             finally:
                 self._step_rows.rows = told
 
-    def _warm_up_staging(self, nothing: Tensor) -> None:
-        """Every combination of dtypes and alignment, on no rows and a counter of its own."""
-        hidden, top_k = self._hidden, self.top_k
-        wide = torch.zeros(2, hidden + 1, dtype=torch.bfloat16, device=self.device)
-        uncounted = torch.zeros_like(nothing)
-        for x in (wide[:, :hidden].contiguous(), wide[:, 1:]):
-            for ids_dtype in (torch.int32, torch.int64):
-                ids = torch.full((2, top_k), -1, dtype=ids_dtype, device=self.device)
-                for dtype in (torch.float32, torch.bfloat16):
-                    scores = torch.zeros(2, top_k, dtype=dtype, device=self.device)
-                    self._stage(x, ids, scores, nothing, uncounted, 0)
+    def _warm_up_staging(self, call: Call) -> None:
+        """Every combination of dtypes and alignment, of a call that is not counted."""
+        odd = call.x.new_zeros(2, self._hidden + 1)[:, 1:]
+        for x in (call.x, odd):
+            for ids in (call.topk_ids, call.topk_ids.long()):
+                for routing in (call.topk_weights, call.topk_weights.bfloat16()):
+                    self._stage(call._replace(x=x, topk_ids=ids, topk_weights=routing), 0)
 
     def reset(self) -> None:
         """Forget launches that did not finish. Collective."""

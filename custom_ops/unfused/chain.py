@@ -147,7 +147,7 @@ def _cuda(
     w2_scale: Tensor,
     limit: float | None,
 ) -> Tensor:
-    from ..deep_gemm.runtime import masked_grouped_gemm
+    from ..deep_gemm.api import masked_grouped_gemm
 
     weights = (w13, w13_scale, w2, w2_scale)
     return unfused_moe(x, topk_ids, topk_weights, *weights, limit, masked_grouped_gemm())

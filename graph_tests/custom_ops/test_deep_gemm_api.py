@@ -22,8 +22,8 @@ from helpers import assert_one_sentence, make_config, refuses
 import megamoe_compile as mm
 from megamoe_compile.backends import capability
 from megamoe_compile.custom_ops.cuda import build as cuda_build
+from megamoe_compile.custom_ops.deep_gemm import api as deep_gemm
 from megamoe_compile.custom_ops.deep_gemm import check as deep_gemm_check
-from megamoe_compile.custom_ops.deep_gemm import runtime as deep_gemm
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.symmetric import memory as symmetric
 from megamoe_compile.custom_ops.symmetric.memory import Peer, check_peers, check_pointers

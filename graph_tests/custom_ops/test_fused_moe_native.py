@@ -338,13 +338,13 @@ def counts_of_the_small_batch_path_stay_in_python() -> None:
         num_experts=s.config.num_experts,
         top_k=s.config.top_k,
         timer=lambda calls: dict(
-            zip(PATHS, times[measured_as[calls["deep_gemm"][0].args[0].shape[0]]], strict=True)
+            zip(PATHS, times[measured_as[calls["deep_gemm"][0].args[0].x.shape[0]]], strict=True)
         ),
     )
     id = library.register_runtime(runtime, tuple(s.layer.w13.shape), runtime.native)
     redirect(s.layer, id)
     layer = s.layer
-    weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+    weights = layer.prepared
 
     def launches(tokens: int) -> tuple[int, int, int]:
         """From C++, from Python on the mega kernel, on the small-batch path."""

@@ -291,7 +291,7 @@ def test_dense_experts_equal_picked_ones(layer: mm.MegaMoE) -> None:
     """
     x, ids, weights = random_inputs(layer.context.config, 9)
     ids[2, 0], ids[3] = -1, -1
-    arguments = (x.float(), ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
+    arguments = (x.float(), ids, weights, layer.prepared)
     dense, picked = expert_slots(*arguments, dense=True), expert_slots(*arguments)
     assert_close(dense, picked, 1e-4)
     assert not dense[3].any() and not dense[2, 0].any()

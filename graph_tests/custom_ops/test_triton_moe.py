@@ -39,8 +39,10 @@ from torch import Tensor
 from torch.library import opcheck
 
 import megamoe_compile as mm
+from megamoe_compile.backends.runtimes import layer_spec
 from megamoe_compile.custom_ops import library
-from megamoe_compile.custom_ops.deep_gemm.runtime import parse_version
+from megamoe_compile.custom_ops.call import Call
+from megamoe_compile.custom_ops.deep_gemm.api import parse_version
 from megamoe_compile.custom_ops.reference.recipe import moe_reference
 from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
 from megamoe_compile.custom_ops.triton.runtime import TritonRuntime
@@ -101,18 +103,8 @@ class Bench:
         self.layer = make_layer(self.context) if device == "cpu" else device_layer(self.context)
         self.runtime = self.context._runtime
         if case.gpu is not None:
-            self.runtime = TritonRuntime(
-                hidden_size=config.hidden_size,
-                intermediate_size=config.padded_intermediate_size(),
-                num_experts=config.num_experts,
-                num_shared_experts=config.num_shared_experts,
-                top_k=config.top_k,
-                capacity=config.max_tokens_per_rank,
-                swiglu_limit=config.swiglu_limit,
-                routed_scaling_factor=config.routed_scaling_factor,
-                device=self.context.device,
-                gpu=case.gpu,
-            )
+            spec = layer_spec(config, "triton")
+            self.runtime = TritonRuntime(spec, self.context.device, gpu=case.gpu)
         self.inputs = inputs_of(case, device)
         self.num_valid = torch.full((1,), 2**31 - 1, dtype=torch.int32, device=device)
         if case.num_valid is not None:
@@ -128,11 +120,9 @@ class Bench:
         x, ids, weights = (t[rows] for t in inputs or self.inputs)
         y = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device=self.device)
         self.poison()
-        layer = self.layer
-        self.runtime.launch(  # type: ignore[union-attr]
-            *(x, ids, weights, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale),
-            *(self.num_valid, self.launches, y),
-        )
+        prepared = self.layer.prepared
+        call = Call(x, ids, weights, prepared, self.num_valid, self.launches, y)
+        self.runtime.launch(call)  # type: ignore[union-attr]
         return y
 
     def reference(self, inputs: Inputs | None = None, **options: Any) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops import library
+from megamoe_compile.custom_ops.call import Call, Weights, idle_call
 from megamoe_compile.custom_ops.deep_gemm import native as fused_moe_native
 from megamoe_compile.custom_ops.deep_gemm.native import CCall, NativeLaunch, TvmAny, address
-from megamoe_compile.custom_ops.reference.recipe import ReferenceRuntime
+from megamoe_compile.custom_ops.reference.runtime import ReferenceRuntime
 from megamoe_compile.custom_ops.staging import pre_dispatch
 
 STREAM, CONFIG, FUNCTION = 0x5EA0, 0xC0F0, 0xF00D
@@ -209,21 +210,18 @@ class MockRuntime:
     def _arguments(self) -> Any:
         return (TvmAny * len(FIXED))(*map(TvmAny.of, FIXED))
 
-    def launch(self, x: Tensor, *args: Tensor) -> None:
+    def launch(self, call: Call) -> None:
         """From Python; from then on this many tokens go to C++."""
         self.python_launches += 1
-        self._reference.launch(x, *args)
-        if x.shape[0] not in self.warm:
-            self.warm.add(x.shape[0])
-            self.native.warm(x.shape[0])
+        self._reference.launch(call)
+        tokens = call.x.shape[0]
+        if tokens not in self.warm:
+            self.warm.add(tokens)
+            self.native.warm(tokens)
 
     def warmup(self, token_counts: Any, weights: Any, launch_count: Tensor) -> None:
         for tokens in sorted({0, *token_counts}):
-            x = torch.zeros(tokens, self._hidden, dtype=torch.bfloat16)
-            ids = torch.full((tokens, self._top_k), -1)
-            zero = torch.zeros(1, dtype=torch.int32)
-            out = torch.empty_like(x)
-            self.launch(x, ids, ids.float(), *weights(), zero, launch_count, out)
+            self.launch(idle_call(tokens, self._top_k, weights(), launch_count))
 
     @reported
     def _stage(
@@ -276,7 +274,8 @@ class MockRuntime:
         y, *weights = (view.tensor() for view in views)
         s = self.staged
         assert s is not None
-        self._reference.launch(s.x, s.ids, s.weights, *weights, s.num_valid, s.launch_count, y)
+        call = Call(s.x, s.ids, s.weights, Weights(*weights), s.num_valid, s.launch_count, y)
+        self._reference.launch(call)
         if self.result is not None:
             result[0].type_index, result[0].value.as_pointer = 71, self.result
         return 0
@@ -309,9 +308,9 @@ class SmallBatchMock:
         self._reference = mega._reference
         self.launches = 0
 
-    def launch(self, *args: Tensor) -> None:
+    def launch(self, call: Call) -> None:
         self.launches += 1
-        self._reference.launch(*args)
+        self._reference.launch(call)
 
     def warmup(self, token_counts: Any, weights: Any, launch_count: Any) -> None:
         """Nothing to compile."""

@@ -19,10 +19,13 @@ from torch import Tensor
 import megamoe_compile as mm
 from megamoe_compile import context
 from megamoe_compile.backends import capability, paths
+from megamoe_compile.backends.runtimes import layer_spec
+from megamoe_compile.custom_ops.call import Call, idle_call
 from megamoe_compile.custom_ops.cuda import timing as graph_timing
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.paths import measured
-from megamoe_compile.custom_ops.reference.recipe import ReferenceRuntime, moe_reference, stage
+from megamoe_compile.custom_ops.reference.recipe import moe_reference, stage
+from megamoe_compile.custom_ops.reference.runtime import ReferenceRuntime
 from megamoe_compile.custom_ops.small_batch import kernel as small_batch_cuda
 
 WHEEL = "0.1.5.post1"
@@ -33,25 +36,21 @@ TIMES = {1: (60.0, 40.0), 4: (100.0, 90.0), 8: (150.0, 160.5), 32: (200.0, 400.0
 class FakeMega(ReferenceRuntime):
     """DeepGemmRuntime as far as the measured runtime sees it."""
 
-    def __init__(self, machine: Machine, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, machine: Machine, *options: Any) -> None:
+        super().__init__(*options)
         self.api = types.SimpleNamespace(wheel=machine.wheel)
         self.warm: set[int] = set()
         self.closed = False
         self._log = machine.launched
 
-    def launch(self, x: Tensor, *args: Tensor) -> None:  # type: ignore[override]
-        self._log.append(("deep_gemm", x.shape[0]))
-        self.warm.add(x.shape[0])
-        super().launch(x, *args)
+    def launch(self, call: Call) -> None:
+        self._log.append(("deep_gemm", call.x.shape[0]))
+        self.warm.add(call.x.shape[0])
+        super().launch(call)
 
     def warmup(self, token_counts: Any, weights: Any, launch_count: Any) -> None:
-        w = weights()
         for tokens in sorted({0, *token_counts}):
-            x = torch.zeros(tokens, w[0].shape[2], dtype=torch.bfloat16)
-            ids = torch.full((tokens, 2), -1)
-            zero = torch.zeros(1, dtype=torch.int32)
-            self.launch(x, ids, ids.float(), *w, zero, launch_count, torch.empty_like(x))
+            self.launch(idle_call(tokens, self.spec.top_k, weights(), launch_count))
 
     def close(self) -> None:
         self.closed = True
@@ -135,7 +134,7 @@ class Machine:
         for calls in variants.values():
             for call in calls:
                 call()
-        bucket = variants["deep_gemm"][0].args[0].shape[0]
+        bucket = variants["deep_gemm"][0].args[0].x.shape[0]
         self.timed.append(bucket)
         return dict(zip(("deep_gemm", "small_batch"), self.times[bucket], strict=True))
 
@@ -149,15 +148,7 @@ class Machine:
         self, backend: str, config: Any, device: Any, group: Any, *options: Any
     ) -> FakeMega:
         assert backend == "deep_gemm"
-        return FakeMega(
-            self,
-            num_experts=config.num_experts,
-            num_shared_experts=config.num_shared_experts,
-            swiglu_limit=config.swiglu_limit,
-            routed_scaling_factor=config.routed_scaling_factor,
-            device=device,
-            group=group,
-        )
+        return FakeMega(self, layer_spec(config, backend), device, group)
 
     def install(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
         """Make the contexts of this process think that they are on an SM90 GPU, on the CPU."""

@@ -154,8 +154,8 @@ def _deep_gemm_problem(
 ) -> str | None:
     """What stands between this machine and the mega kernel, cheapest look first."""
     from ..custom_ops.cuda import build as cuda_build
+    from ..custom_ops.deep_gemm import api as deep_gemm
     from ..custom_ops.deep_gemm import check as deep_gemm_check
-    from ..custom_ops.deep_gemm import runtime as deep_gemm
 
     wheel = deep_gemm.installed_version()
     details["deep_gemm"] = wheel

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ..config import BLOCK, MegaMoEConfig
-from ..custom_ops.reference.recipe import ReferenceRuntime
+from ..custom_ops.call import LayerSpec, Swiglu
+from ..custom_ops.reference.runtime import ReferenceRuntime
 from ..custom_ops.triton.runtime import StepRows
 
 if TYPE_CHECKING:
@@ -22,10 +23,25 @@ if TYPE_CHECKING:
 def intermediate_alignment(backend: str) -> int:
     """What the backend's kernels need the intermediate size to be a multiple of."""
     if backend == "deep_gemm":
-        from ..custom_ops.deep_gemm.runtime import INTERMEDIATE_ALIGNMENT
+        from ..custom_ops.deep_gemm.api import INTERMEDIATE_ALIGNMENT
 
         return INTERMEDIATE_ALIGNMENT
     return BLOCK
+
+
+def layer_spec(config: MegaMoEConfig, backend: str) -> LayerSpec:
+    """What the backend's runtime is made for."""
+    return LayerSpec(
+        hidden_size=config.hidden_size,
+        intermediate_size=config.padded_intermediate_size(intermediate_alignment(backend)),
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        capacity=config.max_tokens_per_rank,
+        num_shared_experts=config.num_shared_experts,
+        swiglu=Swiglu(config.swiglu_limit, config.swiglu_alpha, config.swiglu_beta),
+        routed_scaling_factor=config.routed_scaling_factor,
+        expert_bias=config.expert_bias,
+    )
 
 
 def make_runtime(
@@ -41,43 +57,13 @@ def make_runtime(
     Args:
         step_rows: what the context says about the step in force, for a runtime that asks.
     """
+    spec = layer_spec(config, backend)
     if backend == "reference":
-        return ReferenceRuntime(
-            num_experts=config.num_experts,
-            num_shared_experts=config.num_shared_experts,
-            swiglu_limit=config.swiglu_limit,
-            routed_scaling_factor=config.routed_scaling_factor,
-            device=device,
-            group=group,
-        )
+        return ReferenceRuntime(spec, device, group)
     if backend == "deep_gemm":
         from ..custom_ops.deep_gemm.runtime import DeepGemmRuntime
 
-        return DeepGemmRuntime(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.padded_intermediate_size(intermediate_alignment(backend)),
-            num_experts=config.num_experts,
-            num_shared_experts=config.num_shared_experts,
-            top_k=config.top_k,
-            capacity=config.max_tokens_per_rank,
-            swiglu_limit=config.swiglu_limit,
-            routed_scaling_factor=config.routed_scaling_factor,
-            device=device,
-            group=group,
-            num_sms=num_sms,
-        )
+        return DeepGemmRuntime(spec, device, group, num_sms=num_sms)
     from ..custom_ops.triton.runtime import TritonRuntime
 
-    return TritonRuntime(
-        hidden_size=config.hidden_size,
-        intermediate_size=config.padded_intermediate_size(intermediate_alignment(backend)),
-        num_experts=config.num_experts,
-        num_shared_experts=config.num_shared_experts,
-        top_k=config.top_k,
-        capacity=config.max_tokens_per_rank,
-        swiglu_limit=config.swiglu_limit,
-        routed_scaling_factor=config.routed_scaling_factor,
-        device=device,
-        group=group,
-        step_rows=step_rows,
-    )
+    return TritonRuntime(spec, device, group, step_rows=step_rows)

@@ -38,7 +38,7 @@ def _installed(distribution: str) -> str | None:
 
 def _deep_gemm() -> dict[str, Any]:
     """The wheel, without importing it, and whether it was built for this torch."""
-    from ..custom_ops.deep_gemm.runtime import DISTRIBUTION, wheel_problem
+    from ..custom_ops.deep_gemm.api import DISTRIBUTION, wheel_problem
 
     version = _installed(DISTRIBUTION)
     problem = None if version is None else wheel_problem(version, torch.__version__)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..custom_ops.deep_gemm.runtime import installed_version
+from ..custom_ops.deep_gemm.api import installed_version
 
 
 def environment(commit: str | None = None) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ..config import BLOCK, MegaMoEConfig
-from ..custom_ops.deep_gemm.runtime import INTERMEDIATE_ALIGNMENT
+from ..custom_ops.deep_gemm.api import INTERMEDIATE_ALIGNMENT
 from ..errors import mismatch
 from ..models.presets import PRESETS
 from ..weights import WeightGeometry
