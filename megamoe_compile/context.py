@@ -24,6 +24,7 @@ from .errors import (
     CapacityError,
     ContextClosed,
     MegaMoEError,
+    as_int,
     mismatch,
 )
 from .parallel.step_plan import StepPlan
@@ -211,6 +212,7 @@ class MegaMoEContext:
         """
         self.check_open()
         assert self._runtime is not None
+        buckets = [as_int("buckets of warmup", count) for count in buckets]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 mismatch("warmup", "a call outside of captures", "one inside", "Call it before.")
@@ -327,6 +329,7 @@ class MegaMoEContext:
 
         The backend, or "small_batch" where that path was faster.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return self.backend if self._choice is None else self._choice.path_for(num_tokens)
 
     def intermediate_group_for(self, num_tokens: int) -> int:
@@ -335,6 +338,7 @@ class MegaMoEContext:
         It is what separates the numbers of one path or backend from another's.
         """
         self.check_open()
+        num_tokens = as_int("num_tokens", num_tokens)
         runtime = self._runtime
         assert runtime is not None
         if isinstance(runtime, MeasuredRuntime):
@@ -346,6 +350,7 @@ class MegaMoEContext:
 
         None where there is one path only, and where no bucket that holds it is decided yet.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return None if self._choice is None else self._choice.decision_for(num_tokens)
 
     @property

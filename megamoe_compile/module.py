@@ -12,7 +12,7 @@ from torch import Tensor
 from .config import MegaMoEConfig
 from .context import MegaMoEContext
 from .custom_ops.library import LAYOUT_VERSION, fused_moe
-from .errors import MegaMoEError, mismatch
+from .errors import MegaMoEError, as_int, mismatch
 from .parallel.step_settings import check_rows
 from .tracing import as_graph_input, begin_below, begins_graph, copy_of
 from .weights import (
@@ -262,6 +262,7 @@ class MegaMoE(ExpertWeights):
         """
         geometry = self.context.weight_geometry
         self.context.check_open()
+        expert = as_int("expert", expert, "an int", -1)
         if expert >= geometry.num_experts:
             row = geometry.num_local_experts + expert - geometry.num_experts
         else:
@@ -352,7 +353,7 @@ class MegaMoE(ExpertWeights):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:
         """Keep the recipe's dtypes under model.to(dtype), and refuse to leave the device."""
-        device = fn(torch.empty(0, device=self.context.device)).device
+        device = fn(torch.empty(0, dtype=torch.float32, device=self.context.device)).device
         if device != self.context.device:
             raise MegaMoEError(
                 mismatch(
@@ -410,6 +411,8 @@ def _as_tensor(num_valid: Tensor | int, rows: Tensor) -> Tensor:
                 )
             )
         return num_valid.reshape(1)
+    if type(num_valid) is not int:
+        num_valid = as_int("num_valid", num_valid)
     if num_valid < 0 or num_valid > rows.shape[0]:
         raise ValueError(
             mismatch(

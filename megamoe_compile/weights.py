@@ -83,15 +83,19 @@ class PreparedWeights(Weights):
         """Zero weights with scales of one: an expert that is not written computes exact zeros."""
         e, h, i = geometry.num_rows, geometry.hidden_size, geometry.padded_intermediate_size
         device = geometry.device
+
+        def fp8(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=FP8, device=device)
+
+        def fp32(value: float, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.float32, device=device)
+
         return cls(
-            torch.zeros(e, 2 * i, h, dtype=FP8, device=device),
-            torch.ones(e, 2 * i // BLOCK, h // BLOCK, device=device),
-            torch.zeros(e, h, i, dtype=FP8, device=device),
-            torch.ones(e, h // BLOCK, i // BLOCK, device=device),
-            *(
-                torch.zeros(e, n, device=device) if geometry.expert_bias else None
-                for n in (2 * i, h)
-            ),
+            fp8(e, 2 * i, h),
+            fp32(1.0, e, 2 * i // BLOCK, h // BLOCK),
+            fp8(e, h, i),
+            fp32(1.0, e, h // BLOCK, i // BLOCK),
+            *(fp32(0.0, e, n) if geometry.expert_bias else None for n in (2 * i, h)),
         )
 
 
