@@ -8,7 +8,7 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops.reference.recipe import moe_reference
-from megamoe_compile.module import WEIGHT_NAMES
+from megamoe_compile.weights import WEIGHT_NAMES
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden_states, topk_ids, topk_weights
 

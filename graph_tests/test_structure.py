@@ -39,6 +39,7 @@ ROOMS = (
     f"{LIBRARY}.parallel",
     f"{LIBRARY}.backends",
     f"{LIBRARY}.context",
+    f"{LIBRARY}.loading",
     f"{LIBRARY}.tracing",
     f"{LIBRARY}.module",
     f"{LIBRARY}.capture",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,37 +13,26 @@ from .config import MegaMoEConfig
 from .context import MegaMoEContext
 from .custom_ops.library import LAYOUT_VERSION, fused_moe
 from .errors import MegaMoEError, as_int, mismatch
+from .loading import LoadedExperts
 from .parallel.step_settings import check_rows
 from .tracing import as_graph_input, begin_below, begins_graph, copy_of
-from .weights import (
-    BIAS_NAMES,
-    WEIGHT_NAMES,
-    ExpertWeights,
-    PreparedWeights,
-    adopt,
-    can_adopt,
-    check_checkpoint,
-    write_expert,
-)
 
 
-class MegaMoE(ExpertWeights):
+class MegaMoE(LoadedExperts):
     """The routed (and shared) experts of one layer.
 
     Args:
         context: shared by all layers of one geometry.
         validate: check in eager calls that every id is -1 or an expert. It reads the ids on the
             host, so it synchronizes and cannot be captured; without it such slots are skipped and
-            counted in `context.invalid_id_count`.
+            counted in `context.invalid_id_count`. Check in loads that all weights are finite.
     """
 
     launch_count: Tensor
     num_valid: Tensor
 
     def __init__(self, context: MegaMoEContext, *, validate: bool = False) -> None:
-        super().__init__()
-        self.context = context
-        self.validate = validate
+        super().__init__(context, validate)
         self.index = context.add_layer(self)
         # Registered, not only referenced: a module's buffers have static addresses in a graph.
         self.register_buffer("launch_count", context.launch_count, persistent=False)
@@ -114,11 +103,7 @@ class MegaMoE(ExpertWeights):
         buffers = self._buffers  # attribute access would search three dictionaries per tensor
         w13 = buffers["w13"]
         if w13 is None:
-            raise MegaMoEError(
-                mismatch(
-                    "weights of the layer", "loaded", "none", "Call load_weights or load_expert."
-                )
-            )
+            raise MegaMoEError(self._not_loaded)
         if (hidden_states.requires_grad or topk_weights.requires_grad) and torch.is_grad_enabled():
             raise MegaMoEError(
                 mismatch(
@@ -178,178 +163,6 @@ class MegaMoE(ExpertWeights):
             rest = (*prepared, valid, self.launch_count, *constants)
             parts.append(fused_moe(x[rows], ids[rows], weights[rows], *rest))
         return torch.cat(parts)
-
-    def load_weights(
-        self,
-        w13: Tensor,
-        w13_scale: Tensor | None,
-        w2: Tensor,
-        w2_scale: Tensor | None,
-        w13_bias: Tensor | None = None,
-        w2_bias: Tensor | None = None,
-    ) -> None:
-        """Load all routed experts of this rank; all is checked before anything is written.
-
-        Args:
-            w13: [E, 2I, H] e4m3 or bf16, gate rows before up rows. E is all experts, or this
-                rank's. w13_scale: [E, 2I/128, H/128] fp32 or float8_e8m0fnu; None for bf16.
-            w2: [E, H, I] in the dtype of w13. w2_scale: [E, H/128, I/128], or None for bf16.
-            w13_bias, w2_bias: [E, 2I], gate before up, and [E, H], fp32 or bf16, where the config
-                has expert_bias; they are copied.
-
-        The first load of FP8 weights takes over w13 and w2 where they hold exactly this rank's
-        experts without padding: they are rearranged in place and must not be used again. Any later
-        load writes into the layer's storage, so that captured graphs see the new weights.
-
-        Raises:
-            ValueError: wrong shape, layout, dtype, scales or biases.
-        """
-        geometry = self.context.weight_geometry
-        self.context.check_open()
-        check_checkpoint(
-            geometry,
-            (geometry.num_experts, geometry.num_local_experts),
-            w13,
-            w13_scale,
-            w2,
-            w2_scale,
-            w13_bias,
-            w2_bias,
-        )
-        self._refuse_own(w13, w2)
-        with torch.inference_mode(False), torch.no_grad():
-            if (
-                not self.loaded
-                and w13_scale is not None
-                and w2_scale is not None
-                and can_adopt(geometry, w13, w2)
-            ):
-                self.install(adopt(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias))
-                return
-            # Global experts: this rank's slice. With one rank both readings are the same.
-            first = geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
-            prepared = self._storage()
-            for row in range(geometry.num_local_experts):
-                source = first + row
-                write_expert(
-                    prepared,
-                    row,
-                    geometry,
-                    w13[source],
-                    None if w13_scale is None else w13_scale[source],
-                    w2[source],
-                    None if w2_scale is None else w2_scale[source],
-                    None if w13_bias is None else w13_bias[source],
-                    None if w2_bias is None else w2_bias[source],
-                )
-            self.install(prepared)
-
-    def load_expert(
-        self,
-        expert: int,
-        w13: Tensor,
-        w13_scale: Tensor | None,
-        w2: Tensor,
-        w2_scale: Tensor | None,
-        w13_bias: Tensor | None = None,
-        w2_bias: Tensor | None = None,
-    ) -> None:
-        """Load one expert ([2I, H], [H, I], [2I], [H], and scales as in `load_weights`).
-
-        Args:
-            expert: global id of a routed expert of this rank, or num_experts + s for the shared
-                expert s. Experts that were never loaded compute zeros.
-        """
-        geometry = self.context.weight_geometry
-        self.context.check_open()
-        expert = as_int("expert", expert, "an int", -1)
-        if expert >= geometry.num_experts:
-            row = geometry.num_local_experts + expert - geometry.num_experts
-        else:
-            row = expert - geometry.first_expert
-        shared = row >= geometry.num_local_experts
-        if not 0 <= row < geometry.num_rows or shared != (expert >= geometry.num_experts):
-            last = geometry.first_expert + geometry.num_local_experts - 1
-            raise ValueError(
-                mismatch(
-                    "expert",
-                    f"{geometry.first_expert} to {last}, or a shared one from "
-                    f"{geometry.num_experts} (there are {geometry.num_shared_experts})",
-                    expert,
-                    "Each rank loads its own experts.",
-                )
-            )
-        parts = (w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
-        check_checkpoint(
-            geometry, (1,), *cast(Any, [None if t is None else t.unsqueeze(0) for t in parts])
-        )
-        self._refuse_own(w13, w2)
-        with torch.inference_mode(False), torch.no_grad():
-            prepared = self._storage()
-            write_expert(prepared, row, geometry, *parts)
-            self.install(prepared)
-
-    def _refuse_own(self, *sources: Tensor) -> None:
-        if self.loaded:
-            own = {getattr(self, name).untyped_storage().data_ptr() for name in WEIGHT_NAMES}
-            if any(source.untyped_storage().data_ptr() in own for source in sources):
-                raise ValueError(
-                    mismatch(
-                        "w13 and w2",
-                        "checkpoint weights",
-                        "the layer's own prepared storage",
-                        "It is rearranged already; load from the checkpoint.",
-                    )
-                )
-
-    def _storage(self) -> PreparedWeights:
-        """The layer's storage, or new storage to install once it is written."""
-        if not self.loaded:
-            return PreparedWeights.allocate(self.context.weight_geometry)
-        return self.prepared
-
-    def get_extra_state(self) -> dict[str, Any]:
-        """Goes with state_dict: the layout that the saved weights are in, and whose they are."""
-        first = self.context.weight_geometry.first_expert
-        return {"layout_version": LAYOUT_VERSION, "first_expert": first}
-
-    def set_extra_state(self, state: dict[str, Any]) -> None:
-        for name, expected in self.get_extra_state().items():
-            if state.get(name) != expected:
-                raise ValueError(
-                    mismatch(
-                        f"{name} of the saved weights",
-                        expected,
-                        state.get(name),
-                        "Load the original checkpoint.",
-                    )
-                )
-
-    def _load_from_state_dict(
-        self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any
-    ) -> None:
-        """Check everything before anything is written; a layer without storage gets some."""
-        extra = state_dict.get(f"{prefix}_extra_state")
-        if extra is not None:
-            self.set_extra_state(extra)
-        names = WEIGHT_NAMES + (BIAS_NAMES if self.context.weight_geometry.expert_bias else ())
-        saved = {n: state_dict[prefix + n] for n in names if prefix + n in state_dict}
-        if len(saved) == len(names):
-            with torch.inference_mode(False):
-                prepared = self._storage()
-            for name, got in saved.items():
-                own = getattr(prepared, name)
-                if got.shape != own.shape or got.dtype != own.dtype:
-                    raise ValueError(
-                        mismatch(
-                            f"{prefix}{name}: shape and dtype",
-                            f"{list(own.shape)} {own.dtype}",
-                            f"{list(got.shape)} {got.dtype}",
-                            "Load the original checkpoint.",
-                        )
-                    )
-            self.install(prepared)
-        super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MegaMoE:
         """Keep the recipe's dtypes under model.to(dtype), and refuse to leave the device."""
