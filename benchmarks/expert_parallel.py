@@ -83,7 +83,7 @@ class Meeting:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._flag = torch.zeros(1, device=ranks.device)
+        self._flag = torch.zeros(1, dtype=torch.float32, device=ranks.device)
 
     def align(self) -> None:
         torch.cuda._sleep(SLEEP)

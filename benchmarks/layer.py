@@ -65,12 +65,13 @@ class Bench:
     def inputs(self, tokens: int, calls: int = CALLS) -> list[Inputs]:
         """For each call its own rows, and one routing for all."""
         device = self.context.device
-        scores = torch.rand(tokens, self.config.num_experts, device=device)
+        scores = torch.rand(tokens, self.config.num_experts, dtype=torch.float32, device=device)
         weights, ids = scores.topk(self.config.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         shape = (tokens, self.config.hidden_size)
         return [
-            (torch.randn(shape, device=device).bfloat16(), ids.int(), weights) for _ in range(calls)
+            (torch.randn(shape, dtype=torch.bfloat16, device=device), ids.int(), weights)
+            for _ in range(calls)
         ]
 
     def close(self) -> None:
@@ -93,13 +94,14 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
     def fp8(*shape: int) -> Tensor:
         out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=context.device)
         for expert in out:
-            expert.copy_(torch.randn(expert.shape, device=context.device) * 64)
+            draw = torch.randn(expert.shape, dtype=torch.float32, device=context.device)
+            expert.copy_(draw * 64)
         return out
 
     def scale(rows: int, columns: int, fan_in: int) -> Tensor:
-        return (0.5 + torch.rand(e, rows // 128, columns // 128, device=context.device)) / (
-            64 * fan_in**0.5
-        )
+        shape = (e, rows // 128, columns // 128)
+        draw = torch.rand(shape, dtype=torch.float32, device=context.device)
+        return (0.5 + draw) / (64 * fan_in**0.5)
 
     # Made at the padded size: the bytes are random anyway, and are taken over in place.
     weights = (fp8(e, 2 * i, h), scale(2 * i, h, h), fp8(e, h, i), scale(h, i, i))
@@ -218,7 +220,13 @@ def host(bench: Bench) -> dict[str, float]:
     pre_dispatch, mega = raw_calls(bench)
     y = torch.empty_like(a[0])
     arguments = (*a, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
-    arguments = (*arguments, layer.num_valid, layer.launch_count, *layer._constants)
+    arguments = (
+        *arguments,
+        layer.num_valid,
+        layer.launch_count,
+        layer._context_id,
+        *layer._constants,
+    )
     names = ("hidden_states", "topk_ids", "topk_weights")
     kwargs = dict(zip(names, a, strict=True))
     copying, viewing = (

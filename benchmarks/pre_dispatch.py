@@ -46,9 +46,9 @@ class Workload:
         self.count = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.inputs = [
             (
-                torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16),
+                torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda"),
                 torch.randint(EXPERTS, (tokens, top_k), dtype=torch.int32, device="cuda"),
-                torch.rand(tokens, top_k, device="cuda"),
+                torch.rand(tokens, top_k, dtype=torch.float32, device="cuda"),
             )
             for _ in range(BUFFERS)
         ]
@@ -59,9 +59,9 @@ class Workload:
                 torch.zeros(CAPACITY, self.hidden, dtype=torch.uint8, device="cuda").view(
                     torch.float8_e4m3fn
                 ),
-                torch.zeros(CAPACITY, self.hidden // 128, device="cuda"),
+                torch.zeros(CAPACITY, self.hidden // 128, dtype=torch.float32, device="cuda"),
                 torch.zeros(CAPACITY, self.top_k, dtype=torch.int64, device="cuda"),
-                torch.zeros(CAPACITY, self.top_k, device="cuda"),
+                torch.zeros(CAPACITY, self.top_k, dtype=torch.float32, device="cuda"),
             )
             for _ in range(BUFFERS)
         ]

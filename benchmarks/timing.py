@@ -80,7 +80,8 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
 
     Eager, between events: inside a graph a copy becomes a memcpy node, which is slower.
     """
-    source = torch.randint(0, 2**31 - 1, (int(gigabytes * 1e9) // 4,), device="cuda").int()
+    count = int(gigabytes * 1e9) // 4
+    source = torch.randint(0, 2**31 - 1, (count,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     samples = []
     for _ in range(12):

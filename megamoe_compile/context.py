@@ -24,6 +24,7 @@ from .errors import (
     CapacityError,
     ContextClosed,
     MegaMoEError,
+    as_int,
     mismatch,
 )
 from .parallel.step_plan import StepPlan
@@ -136,6 +137,10 @@ class MegaMoEContext:
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
         )
+        # The id as a size, [context_id, 0]. A compiled graph would have an int inside and be one
+        # per context; a size that is marked dynamic it takes anew in each call.
+        self.handle = torch.empty(self.context_id, 0, dtype=torch.int8, device=self.device)
+        torch._dynamo.mark_dynamic(self.handle, 0)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 
@@ -222,6 +227,7 @@ class MegaMoEContext:
         """
         self.check_open()
         assert self._runtime is not None
+        buckets = [as_int("buckets of warmup", count) for count in buckets]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 mismatch("warmup", "a call outside of captures", "one inside", "Call it before.")
@@ -338,6 +344,7 @@ class MegaMoEContext:
 
         The backend, or "small_batch" where that path was faster.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return self.backend if self._choice is None else self._choice.path_for(num_tokens)
 
     def intermediate_group_for(self, num_tokens: int) -> int:
@@ -346,6 +353,7 @@ class MegaMoEContext:
         It is what separates the numbers of one path or backend from another's.
         """
         self.check_open()
+        num_tokens = as_int("num_tokens", num_tokens)
         runtime = self._runtime
         assert runtime is not None
         if isinstance(runtime, MeasuredRuntime):
@@ -357,6 +365,7 @@ class MegaMoEContext:
 
         None where there is one path only, and where no bucket that holds it is decided yet.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return None if self._choice is None else self._choice.decision_for(num_tokens)
 
     @property

@@ -158,6 +158,7 @@ def op_arguments(layer: mm.MegaMoE, inputs: Inputs, *, as_bytes: bool = False) -
         layer.w2_scale,
         layer.num_valid,
         layer.launch_count,
+        layer._context_id,
         *layer._constants,
     )
 
@@ -214,10 +215,12 @@ def assert_one_sentence(message: str, *words: str) -> None:
 
 
 @contextlib.contextmanager
-def refuses(error: type[BaseException], *words: str) -> Iterator[None]:
+def refuses(
+    error: type[BaseException], *words: str
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """pytest.raises(error), with expected, got, cure and `words` in the message."""
     with pytest.raises(error) as caught:
-        yield
+        yield caught
     assert_one_sentence(str(caught.value), *words)
 
 

@@ -17,7 +17,7 @@ from ..context import ALL_VALID
 from ..custom_ops.cuda.capture import capture
 from ..custom_ops.cuda.graph_fills import instantiator
 from ..custom_ops.cuda.replay_copy import Write, input_copier
-from ..errors import CapacityError, NotWarmedUp, mismatch
+from ..errors import CapacityError, NotWarmedUp, as_int, is_int, mismatch
 from ..parallel.agreement import agreed, check_group, check_same
 from ..parallel.step_plan import StepPlan
 from ..parallel.step_settings import check_buckets
@@ -101,9 +101,9 @@ class GraphRunner:
         self.with_plan = with_plan
         self.verify = verify
         self.context = context
-        self.width = width
+        self.width = as_int("width", width, "at least 1", 1)
         self.above = above
-        self.buckets = check_buckets(buckets, width, context.max_tokens_per_rank)
+        self.buckets = check_buckets(buckets, self.width, context.max_tokens_per_rank)
         self._rows = {name: (rows or {}).get(name, "tokens") for name in example_inputs}
         if unknown := set(rows or {}) - set(example_inputs):
             raise ValueError(
@@ -161,8 +161,8 @@ class GraphRunner:
                 )
             )
         count = self._count(name, self.buckets[-1])
-        repeated = torch.arange(count, device=example.device) % example.shape[0]
-        return example.detach().index_select(0, repeated).contiguous()
+        rows = torch.arange(count, dtype=torch.int64, device=example.device)
+        return example.detach().index_select(0, rows % example.shape[0]).contiguous()
 
     # -- capture --------------------------------------------------------------------------------
 
@@ -286,7 +286,7 @@ class GraphRunner:
 
     def bucket_for(self, num_tokens: int) -> int | None:
         """The smallest bucket that holds num_tokens (the smallest of all for 0), or None."""
-        at = bisect.bisect_left(self.buckets, num_tokens)
+        at = bisect.bisect_left(self.buckets, as_int("num_tokens", num_tokens))
         return self.buckets[at] if at < len(self.buckets) else None
 
     def __call__(
@@ -365,6 +365,7 @@ class GraphRunner:
             num_tokens, bucket = self._of_plan(plan, num_tokens, bucket)
         elif num_tokens is None:
             raise ValueError(mismatch("plan or num_tokens", "one of them", None, "Pass a plan."))
+        num_tokens = as_int("num_tokens", num_tokens)
         expected = self._inputs.get(num_tokens) or self._expect(num_tokens)
         if inputs or num_tokens:
             self._check_inputs(expected, inputs, num_tokens)
@@ -378,8 +379,8 @@ class GraphRunner:
         self, plan: StepPlan, num_tokens: int | None, bucket: int | None
     ) -> tuple[int, int | None]:
         given = (
-            plan.num_tokens if num_tokens is None else num_tokens,
-            plan.bucket if bucket is None else bucket,
+            plan.num_tokens if num_tokens is None else as_int("num_tokens", num_tokens),
+            plan.bucket if bucket is None else as_int("bucket", bucket),
         )
         if given != (plan.num_tokens, plan.bucket):
             raise ValueError(
@@ -405,16 +406,16 @@ class GraphRunner:
 
     def _pick(self, num_tokens: int, bucket: int | None) -> int | None:
         if bucket is not None:
-            if bucket not in self._captured or bucket < num_tokens:
+            if not is_int(bucket) or bucket not in self._captured or bucket < num_tokens:
                 raise ValueError(
                     mismatch(
                         "bucket",
                         f"one of {self.buckets} that holds {num_tokens} tokens",
-                        bucket,
+                        repr(bucket),
                         "Pick it with bucket_for(), from the largest count of all ranks.",
                     )
                 )
-            return bucket
+            return int(bucket)
         if self.context.world_size > 1:
             raise ValueError(
                 mismatch(

@@ -61,12 +61,15 @@ class Options:
         """Random tokens, int64 [N, B], the same for all columns."""
         generator = torch.Generator().manual_seed(self.seed + batch)
         vocabulary = self.source.config.get_text_config().vocab_size
-        drawn = torch.randint(vocabulary, (TOKEN_SETS, batch), generator=generator)
+        shape = (TOKEN_SETS, batch)
+        drawn = torch.randint(
+            vocabulary, shape, generator=generator, dtype=torch.int64, device="cpu"
+        )
         return drawn.to(self.device)
 
     def position(self) -> Tensor:
         """The last one of the cache: a step attends to the whole context."""
-        return torch.tensor([self.context_length - 1], device=self.device)
+        return torch.tensor([self.context_length - 1], dtype=torch.int64, device=self.device)
 
 
 @dataclasses.dataclass(frozen=True)

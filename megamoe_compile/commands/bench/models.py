@@ -283,10 +283,15 @@ def _empty_experts(
     def weights(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         return (
             torch.empty(count, rows, columns, dtype=FP8, device=device),
-            torch.empty(count, rows // BLOCK, columns // BLOCK, device=device),
+            _empty_scales(count, rows, columns, device),
         )
 
     return LayerExperts(*weights(2 * intermediate, hidden), *weights(hidden, intermediate))
+
+
+def _empty_scales(count: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    shape = (count, rows // BLOCK, columns // BLOCK)
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _random_fp8(
@@ -298,6 +303,6 @@ def _random_fp8(
     for expert in range(count):
         draw.normal_(std=Q_STD, generator=generator)
         values[expert] = draw.clamp_(-FP8_MAX, FP8_MAX)
-    scales = torch.empty(count, rows // BLOCK, columns // BLOCK, device=device)
+    scales = _empty_scales(count, rows, columns, device)
     scales.uniform_(0.75, 1.25, generator=generator).mul_(columns**-0.5 / Q_STD)
     return values, scales

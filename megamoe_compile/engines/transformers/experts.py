@@ -211,7 +211,8 @@ def swiglu_limit(experts: Any, name: str) -> float | None:
     limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
     limit = None if limit is None else float(limit)
     edge = limit or 8.0
-    points = torch.tensor([-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge])
+    values = [-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge]
+    points = torch.tensor(values, dtype=torch.float32, device="cpu")
     gate, up = (t.reshape(1, -1) for t in torch.meshgrid(points, points, indexing="ij"))
     expected = swiglu(gate, up, limit)
     with torch.no_grad():
