@@ -75,6 +75,7 @@ ITSELF = "this test is part of it"
 GPU = "needs a Hopper GPU"
 PARSED = {
     "make test": ITSELF,
+    "make support-table": "graph_tests/engines/test_model_types.py makes the same table",
     "make check": "needs the extra dev, and is a step of CI of its own",
     "make test PYTHON=python3": ITSELF,
     "make demo TORCH=2.14.1": DOWNLOADS,
