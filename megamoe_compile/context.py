@@ -130,6 +130,7 @@ class MegaMoEContext:
             self._runtime,
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
+            expert_bias=geometry.expert_bias,
         )
         self.handle = as_size(self.context_id, self.device)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
