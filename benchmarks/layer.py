@@ -209,8 +209,8 @@ def host(bench: Bench) -> dict[str, float]:
     (a,), layer = bench.inputs(8, calls=1), bench.layers[0]
     pre_dispatch, mega = raw_calls(bench)
     y = torch.empty_like(a[0])
-    arguments = (*a, layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
-    arguments = (*arguments, layer.num_valid, layer.launch_count, *layer._constants)
+    state = (layer.num_valid, layer.launch_count)
+    arguments = (*a, *layer.prepared, *state, *layer._constants)
     names = ("hidden_states", "topk_ids", "topk_weights")
     kwargs = dict(zip(names, a, strict=True))
     copying, viewing = (

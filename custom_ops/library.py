@@ -27,11 +27,11 @@ NAMESPACE = "megamoe"
 
 # Version of the prepared weight layout and of the op's contract. It is an argument of the op, so
 # that an artefact compiled for another version neither hits the cache nor runs.
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 
 SCHEMA = (
     "fused_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, "
-    "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, "
+    "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, "
     "Tensor num_valid, Tensor(a!) launch_count, "
     "int context_id, int top_k, int capacity, int layout_version) -> Tensor"
 )
@@ -55,7 +55,7 @@ class NativeEntry(Protocol):
 # The one table of the project: context_id -> runtime, weak, so that a context alone decides how
 # long its buffer lives. An id is never used twice: a graph compiled for a closed context must
 # raise, not run on a stranger's buffer. `importlib.reload` keeps the table.
-_RUNTIMES: dict[int, tuple[weakref.ref[Runtime], tuple[int, ...] | None]]
+_RUNTIMES: dict[int, tuple[weakref.ref[Runtime], tuple[int, ...] | None, bool]]
 if "_RUNTIMES" not in globals():
     _RUNTIMES = {}
 
@@ -64,14 +64,17 @@ def register_runtime(
     runtime: Runtime,
     w13_shape: tuple[int, ...] | None = None,
     native: NativeEntry | None = None,
+    *,
+    expert_bias: bool = False,
 ) -> int:
     """Enter `runtime` into the table and return its `context_id`.
 
-    With `w13_shape`, calls with weights of another geometry are refused. With `native`, the
-    runtime's common calls are launched from C++ as long as it lives.
+    With `w13_shape`, calls with weights of another geometry are refused, and calls whose weights
+    have biases where `expert_bias` says otherwise. With `native`, the runtime's common calls are
+    launched from C++ as long as it lives.
     """
     context_id = len(_RUNTIMES)
-    _RUNTIMES[context_id] = (weakref.ref(runtime), w13_shape)
+    _RUNTIMES[context_id] = (weakref.ref(runtime), w13_shape, expert_bias)
     if native is not None:
         native.enter(context_id, LAYOUT_VERSION)
         weakref.finalize(runtime, native.leave)
@@ -83,7 +86,7 @@ def find_runtime(context_id: int) -> object | None:
     return _RUNTIMES.get(context_id, _NOTHING)[0]()
 
 
-def _runtime(context_id: int, layout_version: int, w13: Tensor) -> Runtime:
+def _runtime(context_id: int, layout_version: int, weights: Weights) -> Runtime:
     if layout_version != LAYOUT_VERSION:
         raise MegaMoEError(
             mismatch(
@@ -93,7 +96,7 @@ def _runtime(context_id: int, layout_version: int, w13: Tensor) -> Runtime:
                 "The graph was compiled by another release of megamoe-compile: compile it again.",
             )
         )
-    entry, w13_shape = _RUNTIMES.get(context_id, _NOTHING)
+    entry, w13_shape, expert_bias = _RUNTIMES.get(context_id, _NOTHING)
     runtime = entry()
     if runtime is None:
         raise ContextClosed(
@@ -104,19 +107,21 @@ def _runtime(context_id: int, layout_version: int, w13: Tensor) -> Runtime:
                 "Keep the context alive and open while its layers and graphs run.",
             )
         )
-    if w13_shape is not None and w13.shape != w13_shape:
-        raise ValueError(
-            mismatch(
-                f"geometry of context {context_id}: w13.shape",
-                list(w13_shape),
-                list(w13.shape),
-                "Call a layer with its own context: one context per geometry.",
+    if w13_shape is not None:
+        got, has_bias = weights.w13.shape, weights.w13_bias is not None
+        if got != w13_shape or has_bias is not expert_bias:
+            raise ValueError(
+                mismatch(
+                    f"geometry of context {context_id}: w13.shape and whether there are biases",
+                    f"{list(w13_shape)}, {expert_bias}",
+                    f"{list(got)}, {has_bias}",
+                    "Call a layer with its own context: one context per geometry.",
+                )
             )
-        )
     return runtime
 
 
-_NOTHING: tuple[Callable[[], Runtime | None], None] = (lambda: None, None)
+_NOTHING: tuple[Callable[[], Runtime | None], None, bool] = (lambda: None, None, False)
 
 
 def allocate_output(x: Tensor) -> Tensor:
@@ -132,6 +137,8 @@ def _fused_moe(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
     num_valid: Tensor,
     launch_count: Tensor,
     context_id: int,
@@ -139,8 +146,8 @@ def _fused_moe(
     capacity: int,
     layout_version: int,
 ) -> Tensor:
-    runtime = _runtime(context_id, layout_version, w13)
-    weights = Weights(w13, w13_scale, w2, w2_scale)
+    weights = Weights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+    runtime = _runtime(context_id, layout_version, weights)
     check_call(x, topk_ids, topk_weights, weights, num_valid, top_k, capacity)
     if w13.dtype is torch.uint8:
         fp8 = torch.float8_e4m3fn
@@ -158,6 +165,8 @@ def _fused_moe_fake(
     w13_scale: Tensor,
     w2: Tensor,
     w2_scale: Tensor,
+    w13_bias: Tensor | None,
+    w2_bias: Tensor | None,
     num_valid: Tensor,
     launch_count: Tensor,
     context_id: int,
@@ -166,7 +175,7 @@ def _fused_moe_fake(
     layout_version: int,
 ) -> Tensor:
     # torch._check, never a Python branch: T may be symbolic, and unbacked.
-    weights = Weights(w13, w13_scale, w2, w2_scale)
+    weights = Weights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
     arguments = (x, topk_ids, topk_weights, weights, num_valid, top_k, capacity)
     for condition, _, *report in rules(*arguments):
         torch._check(condition, lambda report=report: mismatch(*map(_hint, report)))  # type: ignore

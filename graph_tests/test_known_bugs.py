@@ -63,7 +63,7 @@ class Recorder:
         self.tags: list[float] = []
         self.pointers: list[dict[str, int]] = []
         self.context_id = library.register_runtime(self)
-        self._rest = op_arguments(layer, inputs_of(layer, 1))[3:9]
+        self._rest = op_arguments(layer, inputs_of(layer, 1))[3:11]
         self._constants = (2, 64, library.LAYOUT_VERSION)
 
     def launch(self, call: Call) -> None:
@@ -372,7 +372,7 @@ def test_s71_a_new_layout_version_neither_hits_nor_runs(
 
 def test_s64_no_process_group_and_no_name_in_the_schema() -> None:
     kinds = {str(argument.type) for argument in library.fused_moe._schema.arguments}
-    assert kinds == {"Tensor", "int"}
+    assert kinds == {"Tensor", "Optional[Tensor]", "int"}
 
 
 def test_s42_a_graph_of_one_context_refuses_the_weights_of_another(layer: mm.MegaMoE) -> None:
@@ -496,7 +496,7 @@ def test_s68_overhead_of_a_call(layer: mm.MegaMoE, record_property: Any) -> None
     bare.define(library.SCHEMA.replace("fused_moe", "nothing", 1))
     bare.impl("nothing", lambda x, *rest: x.new_empty(x.shape), "CPU")
     arguments = list(op_arguments(layer, inputs_of(layer, 8)))
-    arguments[9] = library.register_runtime(nothing)
+    arguments[11] = library.register_runtime(nothing)
 
     def microseconds(op: Callable[..., Any]) -> float:
         best = float("inf")

@@ -166,7 +166,7 @@ def test_num_valid_of_another_kind_is_refused(layer: mm.MegaMoE, bad: Tensor) ->
 @pytest.mark.parametrize("bad", [torch.tensor([3]), torch.tensor([1, 2], dtype=torch.int32)])
 def test_the_op_itself_checks_num_valid(layer: mm.MegaMoE, bad: Tensor) -> None:
     arguments = list(op_arguments(layer, random_inputs(layer.context.config, 7)))
-    arguments[7] = bad
+    arguments[9] = bad
     with no_launch(layer.context), refuses(ValueError, "num_valid", "int32"):
         library.fused_moe(*arguments)
 
@@ -264,7 +264,7 @@ def test_the_buffer_of_another_geometry_is_refused(layer: mm.MegaMoE) -> None:
         with refuses(ValueError, "w13.shape", "[4, 256, 256]", "[4, 256, 128]"):
             stranger.load_weights(*random_checkpoint(layer.context.config))
         arguments = list(op_arguments(layer, random_inputs(layer.context.config, 3)))
-        arguments[9] = context.context_id
+        arguments[11] = context.context_id
         with no_launch(context), refuses(ValueError, "geometry"):
             library.fused_moe(*arguments)
 

@@ -135,6 +135,7 @@ class MegaMoEContext:
             self._runtime,
             (geometry.num_rows, 2 * geometry.padded_intermediate_size, geometry.hidden_size),
             self._runtime.native,
+            expert_bias=geometry.expert_bias,
         )
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`

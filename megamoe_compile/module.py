@@ -113,6 +113,8 @@ class MegaMoE(ExpertWeights):
                 buffers["w13_scale"],
                 buffers["w2"],
                 buffers["w2_scale"],
+                buffers["w13_bias"],
+                buffers["w2_bias"],
                 num_valid,
                 buffers["launch_count"],
                 *self._constants,
@@ -127,7 +129,7 @@ class MegaMoE(ExpertWeights):
         A chunk without rows is launched too. A row does not see the other rows of its launch, so
         the result is that of one launch, but for the kernel that the number of rows picks.
         """
-        prepared = (self.w13, self.w13_scale, self.w2, self.w2_scale)
+        prepared = tuple(self._buffers[name] for name in WEIGHT_NAMES + BIAS_NAMES)
         capacity = self.context.config.max_tokens_per_rank
         chunks = self.context.chunks_of(x.shape[0])
         if chunks == 1:

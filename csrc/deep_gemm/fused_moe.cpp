@@ -79,7 +79,7 @@ constexpr int32_t kTensorPointer = 7;  // type_index of a DLTensor*
 constexpr int32_t kFirstObject = 64;   // from here on a value is a reference
 constexpr size_t kObjectHeader = 24;   // what an error's texts stand behind
 constexpr size_t kViews = 5;           // output, w13, w13_scale, w2, w2_scale
-constexpr size_t kOpArguments = 13;
+constexpr size_t kOpArguments = 15;
 
 struct Context {
     MegaMoEFusedMoEConfig config;
@@ -112,14 +112,16 @@ struct Arguments {
           w13_scale(stack[4].toTensor()),
           w2(stack[5].toTensor()),
           w2_scale(stack[6].toTensor()),
-          num_valid(stack[7].toTensor()),
-          launch_count(stack[8].toTensor()),
-          context_id(stack[9].toInt()),
-          top_k(stack[10].toInt()),
-          capacity(stack[11].toInt()),
-          layout_version(stack[12].toInt()) {}
+          has_bias(!stack[7].isNone() || !stack[8].isNone()),
+          num_valid(stack[9].toTensor()),
+          launch_count(stack[10].toTensor()),
+          context_id(stack[11].toInt()),
+          top_k(stack[12].toInt()),
+          capacity(stack[13].toInt()),
+          layout_version(stack[14].toInt()) {}
 
     const at::Tensor &x, &ids, &weights, &w13, &w13_scale, &w2, &w2_scale;
+    bool has_bias;
     const at::Tensor &num_valid, &launch_count;
     int64_t context_id, top_k, capacity, layout_version;
 };
@@ -139,6 +141,7 @@ bool is_one_int(const at::Tensor& t) { return t.scalar_type() == at::kInt && t.n
 bool holds(const Arguments& a, const MegaMoEFusedMoEConfig& config) {
     if (a.layout_version != config.layout_version || a.top_k != config.top_k || a.x.dim() != 2)
         return false;
+    if (a.has_bias) return false;  // the mega kernel has no argument for it
     const int64_t tokens = a.x.size(0);
     const int64_t e = config.experts, r = config.rows, h = config.hidden;
     const auto ids = a.ids.scalar_type(), weights = a.weights.scalar_type();

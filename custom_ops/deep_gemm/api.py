@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ..call import LayerSpec
 from ..errors import BackendUnavailable, mismatch
 from ..reference.recipe import FP8
 from .native import TvmCall
@@ -105,6 +106,23 @@ def shape_problem(
             (num_slots, ep_size),
             "The kernel takes no other.",
         )
+    return None
+
+
+def arithmetic_problem(spec: LayerSpec) -> str | None:
+    """What the kernel of no known wheel computes, or None."""
+    for name, expected, got in (
+        ("swiglu_alpha", 1.0, spec.swiglu.alpha),
+        ("swiglu_beta", 0.0, spec.swiglu.beta),
+        ("expert_bias", False, spec.expert_bias),
+    ):
+        if got != expected:
+            return mismatch(
+                name,
+                f"{expected} (the kernel of {DISTRIBUTION} has no argument for it)",
+                got,
+                "The triton backend computes it.",
+            )
     return None
 
 

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from ..call import Call, LayerSpec, Weights, idle_call
 from ..cuda.stream import CurrentStream, refuse_cold_capture
+from ..errors import BackendUnavailable
 from ..staging.pre_dispatch import PreDispatch, Routing, StagingBuffer
 from ..symmetric.memory import SymmetricBuffer, agree, ranks_on_my_device
-from .api import load_api
+from .api import arithmetic_problem, load_api
 from .native import NativeLaunch, TvmCall, current_stream_address, install
 
 
@@ -27,6 +28,9 @@ class DeepGemmRuntime:
         spec: its intermediate_size is padded to a multiple of 256.
         num_sms: SMs that the kernel's grid takes, even; None for all, or for this rank's share
             where several ranks run on one GPU (the kernel spins until its whole grid is resident).
+
+    Raises:
+        BackendUnavailable: no wheel that loads, or arithmetic that its kernel does not have.
     """
 
     def __init__(
@@ -37,6 +41,9 @@ class DeepGemmRuntime:
         *,
         num_sms: int | None = None,
     ) -> None:
+        problem = arithmetic_problem(spec)
+        if problem is not None:
+            raise BackendUnavailable(problem)
         self.device = device
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)

@@ -119,9 +119,17 @@ def _operand(code, FP8_DOT: tl.constexpr):
 
 
 @triton.jit
+def _gate_row(column):
+    """The row of w13 that has the gate of a column of the intermediate; up is INTERLEAVE on."""
+    return column // INTERLEAVE * (2 * INTERLEAVE) + column % INTERLEAVE
+
+
+@triton.jit
 def _store_hidden(
     gate,
     up,
+    w13_bias_ptr,
+    expert,
     routing,
     limit,
     place,
@@ -131,13 +139,23 @@ def _store_hidden(
     hidden_scale_ptr,
     INTERMEDIATE: tl.constexpr,
     CLAMP: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
 ):
-    """SwiGLU, routing weight and quantization of one group: fp32 gate and up [128, BLOCK_M]."""
+    """Bias, SwiGLU, routing weight and quantization of one group: fp32 gate, up [128, BLOCK_M]."""
+    column = group * SCALE_GROUP + tl.arange(0, SCALE_GROUP)
+    if w13_bias_ptr is not None:
+        bias_ptrs = w13_bias_ptr + expert * (2 * INTERMEDIATE) + _gate_row(column)
+        gate += tl.load(bias_ptrs)[:, None]
+        up += tl.load(bias_ptrs + INTERLEAVE)[:, None]
     if CLAMP:  # with `where`, which keeps a NaN; a minimum may drop it
         gate = tl.where(gate > limit, limit, gate)
         up = tl.where(up > limit, limit, up)
         up = tl.where(up < -limit, -limit, up)
-    hidden = gate / (1.0 + tl.exp(-gate)) * up * routing[None, :]
+    if BETA != 0.0:
+        up += BETA
+    exponent = -gate if ALPHA == 1.0 else -ALPHA * gate
+    hidden = gate / (1.0 + tl.exp(exponent)) * up * routing[None, :]
     magnitude = tl.abs(hidden)
     # A NaN does not enter the maximum, on no target.
     amax = tl.max(tl.where(magnitude == magnitude, magnitude, 0.0), axis=0)
@@ -145,7 +163,6 @@ def _store_hidden(
     scale = tl.div_rn(tl.maximum(amax, 1e-10), tl.full(amax.shape, 448.0, tl.float32))
     inverse = tl.div_rn(tl.full(amax.shape, 1.0, tl.float32), scale)
     code = _encode_e4m3(hidden * inverse[None, :]).to(tl.uint8)
-    column = group * SCALE_GROUP + tl.arange(0, SCALE_GROUP)
     at = place.to(tl.int64) * INTERMEDIATE
     tl.store(hidden_ptr + at[None, :] + column[:, None], code, mask=live[None, :])
     tl.store(hidden_scale_ptr + place * (INTERMEDIATE // SCALE_GROUP) + group, scale, mask=live)
@@ -161,6 +178,7 @@ def gate_up_kernel(
     pairs_ptr,
     w13_ptr,
     w13_scale_ptr,
+    w13_bias_ptr,
     partial_ptr,
     arrived_ptr,
     hidden_ptr,
@@ -176,6 +194,8 @@ def gate_up_kernel(
     SCALE_STRIDE: tl.constexpr,
     ROUTING_STRIDE: tl.constexpr,
     CLAMP: tl.constexpr,
+    ALPHA: tl.constexpr,
+    BETA: tl.constexpr,
     FP8_DOT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,  # columns of the intermediate: as many rows of gate, and of up
@@ -191,6 +211,7 @@ def gate_up_kernel(
 
     Args:
         x_ptr, x_scale_ptr, routing_ptr: of the staged rows, with row strides. w13: prepared.
+        w13_bias_ptr: prepared, or None.
         partial_ptr: fp32 [SPLITS, num_places, 2, INTERMEDIATE].
         arrived_ptr: int32 [tiles, INTERMEDIATE / 128].
         hidden_ptr, hidden_scale_ptr: [num_places, INTERMEDIATE] e4m3 bits, and scales; a pair is
@@ -207,12 +228,11 @@ def gate_up_kernel(
         pair = tl.load(pairs_ptr + place, mask=live, other=0)
         row = (pair // SLOTS).to(tl.int64)
         column = block * BLOCK_N + tl.arange(0, BLOCK_N)
-        gate_row = column // INTERLEAVE * (2 * INTERLEAVE) + column % INTERLEAVE
         k = tl.arange(0, BLOCK_K)
         x_ptrs = x_ptr + row[None, :] * X_STRIDE + k[:, None]
         x_scale_ptrs = x_scale_ptr + row * SCALE_STRIDE
         w_ptrs = w13_ptr + expert.to(tl.int64) * (2 * INTERMEDIATE * HIDDEN)
-        w_ptrs += gate_row[:, None] * HIDDEN + k[None, :]
+        w_ptrs += _gate_row(column)[:, None] * HIDDEN + k[None, :]
         groups: tl.constexpr = HIDDEN // SCALE_GROUP
         scale_row = expert * (2 * INTERMEDIATE // SCALE_GROUP) + block * BLOCK_N // SCALE_GROUP
         # One number, as a vector: vector loads are pipelined, scalar ones are not.
@@ -236,8 +256,8 @@ def gate_up_kernel(
         routing = tl.load(routing_ptr + weight_at, mask=live, other=0.0)
         if SPLITS == 1 and BLOCK_N == SCALE_GROUP:
             _store_hidden(
-                gate, up, routing, limit, place, live, block,
-                hidden_ptr, hidden_scale_ptr, INTERMEDIATE, CLAMP,
+                gate, up, w13_bias_ptr, expert, routing, limit, place, live, block,
+                hidden_ptr, hidden_scale_ptr, INTERMEDIATE, CLAMP, ALPHA, BETA,
             )  # fmt: skip
         else:
             sums = partial_ptr + place[None, :].to(tl.int64) * (2 * INTERMEDIATE)
@@ -262,8 +282,8 @@ def gate_up_kernel(
                         ptrs + INTERMEDIATE, mask=live[None, :], other=0.0, cache_modifier=".cg"
                     )
                 _store_hidden(
-                    gate_sum, up_sum, routing, limit, place, live, scale_group,
-                    hidden_ptr, hidden_scale_ptr, INTERMEDIATE, CLAMP,
+                    gate_sum, up_sum, w13_bias_ptr, expert, routing, limit, place, live,
+                    scale_group, hidden_ptr, hidden_scale_ptr, INTERMEDIATE, CLAMP, ALPHA, BETA,
                 )  # fmt: skip
                 tl.store(counter, 0)
 
@@ -277,9 +297,13 @@ def down_kernel(
     pairs_ptr,
     w2_ptr,
     w2_scale_ptr,
+    w2_bias_ptr,
+    routing_ptr,
     slots_ptr,
     HIDDEN: tl.constexpr,
     INTERMEDIATE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROUTING_STRIDE: tl.constexpr,
     EXPERTS: tl.constexpr,
     EXPERTS_P2: tl.constexpr,
     FP8_DOT: tl.constexpr,
@@ -288,7 +312,10 @@ def down_kernel(
     BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """slots[pair] = hidden[place of the pair] @ w2, bf16. Grid: (tiles, HIDDEN / BLOCK_N)."""
+    """slots[pair] = hidden[place of the pair] @ w2, bf16. Grid: (tiles, HIDDEN / BLOCK_N).
+
+    With a `w2_bias_ptr` that is not None, plus the pair's routing weight times the bias.
+    """
     tile = tl.program_id(0)
     block = tl.program_id(1)
     expert, start = _find_tile(count_ptr, tile, EXPERTS, EXPERTS_P2, BLOCK_M)
@@ -315,6 +342,11 @@ def down_kernel(
             x = _operand(tl.load(x_ptrs + at), FP8_DOT)
             scale = tl.load(w_scale_ptrs + group) * tl.load(x_scale_ptrs + group)
             total += tl.dot(w, x) * scale[None, :]
+        if w2_bias_ptr is not None:
+            bias = tl.load(w2_bias_ptr + expert * HIDDEN + column)
+            weight_at = pair // SLOTS * ROUTING_STRIDE + pair % SLOTS
+            routing = tl.load(routing_ptr + weight_at, mask=live, other=0.0)
+            total += bias[:, None] * routing[None, :]
         out = slots_ptr + pair[None, :] * HIDDEN + column[:, None]
         tl.store(out, total.to(tl.bfloat16), mask=live[None, :])
 

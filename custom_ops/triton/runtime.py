@@ -197,6 +197,8 @@ class TritonRuntime:
         geometry = {
             "HIDDEN": hidden,
             "INTERMEDIATE": self._intermediate,
+            "SLOTS": slots,
+            "ROUTING_STRIDE": nbytes // 4,
             "EXPERTS": self._experts,
             "EXPERTS_P2": _power_of_two(self._experts),
             "FP8_DOT": self._gpu.fp8_dot,
@@ -221,11 +223,11 @@ class TritonRuntime:
             "group": {"SLOTS": slots, "IDS_STRIDE": nbytes // 8, "CHUNK": SORT_CHUNK},
             "gate_up": geometry
             | {
-                "SLOTS": slots,
                 "X_STRIDE": nbytes,
                 "SCALE_STRIDE": nbytes // 4,
-                "ROUTING_STRIDE": nbytes // 4,
                 "CLAMP": spec.swiglu.limit is not None,
+                "ALPHA": spec.swiglu.alpha,
+                "BETA": spec.swiglu.beta,
             },
             "down": geometry,
             "combine": {
@@ -349,6 +351,7 @@ class TritonRuntime:
             self._pairs,
             weights.w13.view(operand),
             weights.w13_scale,
+            weights.w13_bias,
             self._partial,
             self._arrived,
             self._intermediate_codes,
@@ -371,6 +374,8 @@ class TritonRuntime:
             self._pairs,
             weights.w2.view(operand),
             weights.w2_scale,
+            weights.w2_bias,
+            routing,
             self._slot_results,
             **constants["down"],
             BLOCK_M=tiling.block_m,

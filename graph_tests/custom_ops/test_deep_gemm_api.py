@@ -21,9 +21,11 @@ from helpers import assert_one_sentence, make_config, refuses
 
 import megamoe_compile as mm
 from megamoe_compile.backends import capability
+from megamoe_compile.backends.runtimes import layer_spec
 from megamoe_compile.custom_ops.cuda import build as cuda_build
 from megamoe_compile.custom_ops.deep_gemm import api as deep_gemm
 from megamoe_compile.custom_ops.deep_gemm import check as deep_gemm_check
+from megamoe_compile.custom_ops.deep_gemm.runtime import DeepGemmRuntime
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.custom_ops.symmetric import memory as symmetric
 from megamoe_compile.custom_ops.symmetric.memory import Peer, check_peers, check_pointers
@@ -333,6 +335,27 @@ def test_triton_is_asked_for_on_sm90_and_the_choice_elsewhere(hopper: pytest.Mon
         found = verdict()
         assert found.backend == "triton" and f"SM{major}{minor}" in found.reason
         assert "SM90" in found.reason and found.details["triton"]
+
+
+OTHER_ARITHMETIC = [{"swiglu_alpha": 1.702}, {"swiglu_beta": 1.0}, {"expert_bias": True}]
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+@pytest.mark.parametrize("changes", OTHER_ARITHMETIC, ids=str)
+def test_arithmetic_that_the_mega_kernel_lacks(
+    hopper: pytest.MonkeyPatch, changes: dict[str, Any]
+) -> None:
+    ((name, value),) = changes.items()
+    found = verdict(**changes)
+    assert found.backend == "triton"
+    for words in ("mega kernel does not compute", name, f"got {value}", "H200"):
+        assert words in found.reason
+    refused = verdict(backend="deep_gemm", **changes)
+    assert refused.backend is None
+    assert_one_sentence(refused.reason, name, "sgl-deep-gemm", f"got {value}", "triton backend")
+    spec = layer_spec(make_config(**{**FITS, **changes}), "deep_gemm")
+    with refuses(BackendUnavailable, name, f"got {value}"):
+        DeepGemmRuntime(spec, torch.device("cuda:0"))
 
 
 def test_what_keeps_triton_from_running_has_its_cure(hopper: pytest.MonkeyPatch) -> None:

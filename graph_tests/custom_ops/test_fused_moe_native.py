@@ -78,7 +78,7 @@ class Setup:
     def python(self, inputs: Any, **options: Any) -> Tensor:
         """The result of the Python kernel with the reference runtime."""
         arguments = op_arguments(self.layer, inputs, **options)
-        return library._fused_moe(*arguments[:9], *self.python_constants)
+        return library._fused_moe(*arguments[:11], *self.python_constants)
 
     def done(self) -> None:
         assert not self.runtime.failures, "\n".join(self.runtime.failures)

@@ -145,6 +145,88 @@ def test_s60_opcheck_with_two_ranks_worth_of_shared_experts() -> None:
         )
 
 
+GPT_OSS = dict(swiglu_alpha=1.702, swiglu_beta=1.0, swiglu_limit=7.0, expert_bias=True)
+
+
+@pytest.fixture(scope="module")
+def bias_layer() -> Any:
+    with mm.MegaMoEContext(make_config(**GPT_OSS), device="cpu") as context:
+        yield make_layer(context)
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_opcheck_with_biases(bias_layer: mm.MegaMoE, tokens: int) -> None:
+    inputs = random_inputs(bias_layer.context.config, tokens)
+    opcheck(library.fused_moe, op_arguments(bias_layer, inputs, as_bytes=True))
+    opcheck(library.fused_moe, op_arguments(bias_layer, inputs), test_utils=NOT_SCHEMA)
+
+
+def test_rows_without_an_expert_stay_zero_in_spite_of_a_bias(bias_layer: mm.MegaMoE) -> None:
+    x, ids, weights = random_inputs(bias_layer.context.config, 6)
+    ids[2] = -1
+    got = bias_layer(x, ids, weights, num_valid=5)
+    assert got.any(dim=1).tolist() == [True, True, False, True, True, False]
+    assert_close(got, oracle(bias_layer, (x, ids, weights), num_valid=5), 1e-6)
+
+
+def wrong_biases(layer: mm.MegaMoE) -> list[tuple[Tensor | None, Tensor | None, str]]:
+    b13, b2 = layer.w13_bias, layer.w2_bias
+    assert b13 is not None and b2 is not None
+    wide = torch.zeros(b2.shape[0], 2 * b2.shape[1])
+    return [
+        (None, None, "whether there are biases"),
+        (b13, None, "both, or neither"),
+        (None, b2, "whether there are biases"),
+        (b13[:, 1:].contiguous(), b2, "w13_bias.shape"),
+        (b13, b2[:1], "w2_bias.shape"),
+        (b13.bfloat16(), b2, "w13_bias.dtype"),
+        (b13, wide[:, ::2], "w2_bias.stride()"),
+    ]
+
+
+def test_wrong_biases_are_refused(bias_layer: mm.MegaMoE) -> None:
+    for b13, b2, words in wrong_biases(bias_layer):
+        arguments = list(op_arguments(bias_layer, random_inputs(bias_layer.context.config, 3)))
+        arguments[7:9] = b13, b2
+        with no_launch(bias_layer.context), refuses(ValueError, words):
+            library.fused_moe(*arguments)
+        if words.startswith("whether"):
+            continue  # what only the table of runtimes knows, the fake cannot say
+        with FakeTensorMode() as mode, pytest.raises(Exception) as caught:
+            library.fused_moe(
+                *(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments)
+            )
+        assert_one_sentence(str(caught.value), words)
+
+
+def test_biases_are_refused_by_a_context_without(layer: mm.MegaMoE, bias_layer: mm.MegaMoE) -> None:
+    arguments = list(op_arguments(layer, random_inputs(layer.context.config, 3)))
+    arguments[7:9] = bias_layer.w13_bias, bias_layer.w2_bias
+    with no_launch(layer.context), refuses(ValueError, "whether there are biases", "False"):
+        library.fused_moe(*arguments)
+
+
+@pytest.mark.parametrize("name", ["w13", "w13_scale", "w2", "w2_scale"])
+def test_weights_that_are_not_contiguous_are_refused(layer: mm.MegaMoE, name: str) -> None:
+    """Kernels see a pointer, and would read other numbers."""
+    arguments = list(op_arguments(layer, random_inputs(layer.context.config, 3)))
+    at = 3 + ("w13", "w13_scale", "w2", "w2_scale").index(name)
+    t = arguments[at]
+    wide = t.view(torch.uint8).repeat(2, 1, 1).view(t.dtype)
+    arguments[at] = wide[::2]
+    assert arguments[at].shape == t.shape and not arguments[at].is_contiguous()
+    with no_launch(layer.context), refuses(ValueError, f"{name}.stride()", "contiguous"):
+        library.fused_moe(*arguments)
+
+
+def test_compiled_and_eager_agree_with_biases(bias_layer: mm.MegaMoE) -> None:
+    with torch.no_grad():
+        compiled = torch.compile(bias_layer, fullgraph=True, dynamic=True)
+        for tokens in (3, 7, 0):
+            inputs = random_inputs(bias_layer.context.config, tokens)
+            assert_same(compiled(*inputs), bias_layer(*inputs), f"{tokens} tokens")
+
+
 @pytest.mark.parametrize("tokens,layout", CASES)
 def test_s59_fake_equals_real(layer: mm.MegaMoE, tokens: int, layout: str) -> None:
     inputs = random_inputs(layer.context.config, tokens)

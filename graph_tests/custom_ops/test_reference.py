@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from helpers import (
     make_layer,
     oracle,
     poisoned_allocator,
+    random_biases,
     random_checkpoint,
     random_inputs,
     relative_error,
@@ -95,12 +97,17 @@ def naive_moe(
     inputs: Inputs,
     w13: Array,
     w2: Array,
+    b13: Array,
+    b2: Array,
     *,
     num_valid: int | None = None,
     quantize: bool = True,
     group: int = 128,
 ) -> Tensor:
-    """w13 [E+S, 2I, H] with gate before up and w2 [E+S, H, I], in float64."""
+    """w13 [E+S, 2I, H] with gate before up, w2 [E+S, H, I], and their biases, in float64.
+
+    SwiGLU as transformers' GptOssExperts._apply_gate has it, with beta for its 1.
+    """
     x, ids, weights = (t.double().numpy() for t in inputs)
     limit, half = config.swiglu_limit, config.intermediate_size
     out = np.zeros_like(x)
@@ -113,14 +120,15 @@ def naive_moe(
         ]
         slots += [(config.num_experts + s, 1.0) for s in range(config.num_shared_experts)]
         for expert, weight in slots:
-            gate_up = w13[expert] @ row
+            gate_up = w13[expert] @ row + b13[expert]
             gate, up = gate_up[:half], gate_up[half:]
             if limit is not None:
                 gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-            hidden = gate / (1 + np.exp(-gate)) * up * weight
+            glu = gate / (1 + np.exp(-gate * config.swiglu_alpha))
+            hidden = (up + config.swiglu_beta) * glu * weight
             if quantize:
                 hidden = naive_quantize(hidden, group)
-            out[token] += to_bf16(w2[expert] @ hidden)
+            out[token] += to_bf16(w2[expert] @ hidden + weight * b2[expert])
     return torch.from_numpy(to_bf16(out)).bfloat16()
 
 
@@ -134,12 +142,17 @@ def compare_with_naive(
         layer = mm.MegaMoE(context)
         checkpoint = random_checkpoint(config)
         parts = [checkpoint.clone()]
-        layer.load_weights(*checkpoint)
-        if config.num_shared_experts:
-            shared = random_checkpoint(config, seed=9, experts=config.num_shared_experts)
+        num_shared = config.num_shared_experts
+        biases = random_biases(config, config.num_experts + num_shared)
+        layer.load_weights(
+            *checkpoint, *(None if b is None else b[: config.num_experts] for b in biases)
+        )
+        if num_shared:
+            shared: Any = random_checkpoint(config, seed=9, experts=num_shared)
             parts.append(shared)
-            for number in range(config.num_shared_experts):
-                layer.load_expert(config.num_experts + number, *shared[number])  # type: ignore[arg-type]
+            for number in range(config.num_experts, config.num_experts + num_shared):
+                own = (None if b is None else b[number] for b in biases)
+                layer.load_expert(number, *shared[number - config.num_experts], *own)
         w13, w2 = (
             np.stack(
                 [
@@ -152,14 +165,18 @@ def compare_with_naive(
             )
             for name in ("w13", "w2")
         )
+        b13, b2 = (
+            np.zeros(w.shape[:2]) if b is None else b.double().numpy()
+            for w, b in zip((w13, w2), biases, strict=True)
+        )
         got = layer(*inputs)
         # The only differences: fp32 against fp64 sums, and what a rounding makes of them.
-        assert_close(got, naive_moe(config, inputs, w13, w2), QUANTIZED, "quantized")
-        exact = naive_moe(config, inputs, w13, w2, quantize=False)
+        assert_close(got, naive_moe(config, inputs, w13, w2, b13, b2), QUANTIZED, "quantized")
+        exact = naive_moe(config, inputs, w13, w2, b13, b2, quantize=False)
         assert_close(oracle(layer, inputs, quantize=False), exact, 3e-3, "unquantized")
         assert_close(got, exact, 0.06, "quantization error")
         assert relative_error(got, exact) > 0.01, "nothing was quantized"
-        narrow = naive_moe(config, inputs, w13, w2, group=64)
+        narrow = naive_moe(config, inputs, w13, w2, b13, b2, group=64)
         assert_close(oracle(layer, inputs, intermediate_group=64), narrow, QUANTIZED, "64 columns")
 
 
@@ -170,6 +187,10 @@ GEOMETRIES = [
     dict(swiglu_limit=10.0, num_experts=5, top_k=5),
     dict(num_shared_experts=2, routed_scaling_factor=1.5),
     dict(top_k=1, intermediate_size=256),
+    dict(swiglu_alpha=1.702),
+    dict(swiglu_beta=-0.5, swiglu_limit=1.0),
+    dict(expert_bias=True, num_shared_experts=1, routed_scaling_factor=2.5),
+    dict(swiglu_alpha=1.702, swiglu_beta=1.0, swiglu_limit=7.0, expert_bias=True, top_k=3),
 ]
 
 

@@ -31,6 +31,7 @@ from helpers import (
     oracle,
     outcome,
     poisoned_allocator,
+    random_biases,
     random_inputs,
     refuses,
     relative_error,
@@ -43,7 +44,6 @@ from megamoe_compile.backends.runtimes import layer_spec
 from megamoe_compile.custom_ops import library
 from megamoe_compile.custom_ops.call import Call
 from megamoe_compile.custom_ops.deep_gemm.api import parse_version
-from megamoe_compile.custom_ops.reference.recipe import moe_reference
 from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
 from megamoe_compile.custom_ops.triton.runtime import TritonRuntime
 from megamoe_compile.custom_ops.triton.tiling import Device, Tiling
@@ -150,9 +150,11 @@ def device_weights(config: mm.MegaMoEConfig) -> tuple[Tensor, Tensor]:
 def device_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
     layer, config = mm.MegaMoE(context), context.config
     w13, w2 = device_weights(config)
-    layer.load_weights(w13, None, w2, None)
+    b13, b2 = random_biases(config, config.num_experts)
+    layer.load_weights(w13, None, w2, None, b13, b2)
     for number in range(config.num_shared_experts):
-        layer.load_expert(config.num_experts + number, w13[number], None, w2[number], None)
+        own = (None if bias is None else bias[number] for bias in (b13, b2))
+        layer.load_expert(config.num_experts + number, w13[number], None, w2[number], None, *own)
     return layer
 
 
@@ -216,6 +218,8 @@ def gpu() -> Runner:
 
 # -- one rank -------------------------------------------------------------------------------------
 
+GPT_OSS = dict(swiglu_alpha=1.702, swiglu_beta=1.0, swiglu_limit=7.0, expert_bias=True)
+KINDS = pytest.mark.parametrize("options", [{}, GPT_OSS], ids=["plain", "gpt-oss"])
 DIRECT = Device(1, 232448, fp8_dot=False)  # one program per scale of the intermediate
 SMALL_GPU = Device(16, 101376, fp8_dot=False)
 FP8 = Device(132, 232448, fp8_dot=True)
@@ -237,6 +241,11 @@ CASES = [
     Case(6, routing="holes", num_valid=4),
     Case(5, routing="none"),
     Case(4, routing="twice"),
+    Case(4, {**GPT_OSS, "num_shared_experts": 1}, weights=torch.bfloat16, num_valid=3),
+    Case(9, {**GPT_OSS, "routed_scaling_factor": 2.5}, gpu=DIRECT, routing="holes"),
+    Case(4, {**GPT_OSS, "intermediate_size": 192}, gpu=SMALL_GPU),  # padded to 256
+    Case(4, {"swiglu_alpha": 1.702, "swiglu_beta": -0.5, "swiglu_limit": None}, gpu=FP8),
+    Case(3, {"expert_bias": True}, num_valid=2),
     Case(2, TINY, num_valid=0),
     Case(2, TINY, num_valid=-1),
 ]
@@ -251,6 +260,9 @@ LARGE = [
     Case(8, dict(hidden_size=7168, intermediate_size=2048, num_experts=8, top_k=8)),
     Case(8, dict(hidden_size=4096, intermediate_size=1408, num_experts=12), gpu=FP8_DIRECT),
     Case(40, dict(hidden_size=2048, intermediate_size=768, num_experts=16), gpu=SMALL_GPU),
+    Case(
+        64, dict(hidden_size=2944, intermediate_size=2880, num_experts=32, top_k=4) | ROOM | GPT_OSS
+    ),
     Case(300, {"num_experts": 512, "top_k": 8, "max_tokens_per_rank": 300}),
     Case(2000, {"num_experts": 4, "max_tokens_per_rank": 2000}),
 ]
@@ -380,8 +392,8 @@ def test_never_worse_than_the_recipe(run: Runner) -> None:
 # -- through the op -------------------------------------------------------------------------------
 
 
-def check_layer(device: str) -> None:
-    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY}), device=device) as context:
+def check_layer(device: str, options: dict[str, Any]) -> None:
+    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY, **options}), device=device) as context:
         assert (context.backend, context.buffer_bytes > 0) == ("triton", True)
         layer = make_layer(context)
         context.warmup([3, 4])
@@ -406,24 +418,26 @@ def check_layer(device: str) -> None:
         layer(*inputs)
 
 
-def test_eager_and_compiled_layer(run: Runner) -> None:
-    run(check_layer)
+@KINDS
+def test_eager_and_compiled_layer(run: Runner, options: dict[str, Any]) -> None:
+    run(check_layer, options)
 
 
-def check_op(device: str) -> None:
-    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY}), device=device) as context:
+def check_op(device: str, options: dict[str, Any]) -> None:
+    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY, **options}), device=device) as context:
         layer = make_layer(context)
         inputs = random_inputs(context.config, 2, device=device)
         opcheck(library.fused_moe, op_arguments(layer, inputs, as_bytes=True))
 
 
-def test_opcheck(run: Runner) -> None:
-    run(check_op)
+@KINDS
+def test_opcheck(run: Runner, options: dict[str, Any]) -> None:
+    run(check_op, options)
 
 
-def check_runner(device: str) -> None:
+def check_runner(device: str, options: dict[str, Any]) -> None:
     """Buckets, replays and changed inputs; on a GPU in CUDA graphs."""
-    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY}), device=device) as context:
+    with mm.MegaMoEContext(make_config(**{**SHAPE, **TINY, **options}), device=device) as context:
         layer = make_layer(context)
         example = named(random_inputs(context.config, 1, device=device))
         runner = mm.GraphRunner(layer, example, [2, 4], context=context)
@@ -438,8 +452,9 @@ def check_runner(device: str) -> None:
         assert {line.backend for line in runner.summary()} == {"triton"}
 
 
-def test_replay_equals_eager(run: Runner) -> None:
-    run(check_runner)
+@KINDS
+def test_replay_equals_eager(run: Runner, options: dict[str, Any]) -> None:
+    run(check_runner, options)
 
 
 # -- several ranks --------------------------------------------------------------------------------
@@ -449,18 +464,18 @@ def plan_of(counts: list[int], rank: int, buckets: list[int]) -> mm.StepPlan:
     return mm.StepPlan.from_counts(counts, rank, buckets)
 
 
-def run_ranks(rank: int, world_size: int, device: str) -> None:
-    changes = {**TINY, "num_experts": world_size, "num_shared_experts": 1}
+def run_ranks(rank: int, world_size: int, device: str, options: dict[str, Any]) -> None:
+    changes = {**TINY, "num_experts": world_size, "num_shared_experts": 1, **options}
     config = make_config(**{**SHAPE, **changes, "max_tokens_per_rank": 8})
     with mm.MegaMoEContext(config, device=device) as alone:
         whole = make_layer(alone)
-        weights = (whole.w13, whole.w13_scale, whole.w2, whole.w2_scale)
     with mm.MegaMoEContext(config, dist.group.WORLD, device) as context:
         layer = mm.MegaMoE(context)
         # This rank's routed experts, and the shared one.
         local = config.num_experts // world_size
         own = [*range(rank * local, (rank + 1) * local), config.num_experts]
-        layer.install(mm.weights.PreparedWeights(*(t[own].clone() for t in weights)))  # type: ignore
+        parts = (None if t is None else t[own].clone() for t in whole.prepared)
+        layer.install(mm.weights.PreparedWeights(*parts))  # type: ignore[arg-type]
         context.warmup([4])
         eager = [[3, 0], [1, 8], [0, 0]]
         for seed, counts in enumerate(eager):
@@ -468,9 +483,7 @@ def run_ranks(rank: int, world_size: int, device: str) -> None:
             inputs = random_inputs(
                 config, counts[rank], seed=seed * 10 + rank, device=device, ids_dtype=torch.int32
             )
-            want = moe_reference(
-                *inputs, *weights, swiglu_limit=config.swiglu_limit, num_shared_experts=1
-            )
+            want = oracle(whole, inputs)
             before = int(context.launch_count)
             assert_close(layer(*inputs), want, TOLERANCE[device], f"eager {counts}")
             plan = plan_of(counts, rank, [4])
@@ -507,17 +520,21 @@ def replay_on_ranks(
 
 
 @pytest.mark.multirank
-def test_two_ranks_with_uneven_and_idle_counts(interpreters: RankPool) -> None:
-    interpreters.run(run_ranks, "cpu")
+@KINDS
+def test_two_ranks_with_uneven_and_idle_counts(
+    interpreters: RankPool, options: dict[str, Any]
+) -> None:
+    interpreters.run(run_ranks, "cpu", options)
 
 
 @pytest.mark.gpu
 @pytest.mark.multirank
+@KINDS
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_that_share_a_gpu(world_size: int, tmp_path: Path) -> None:
+def test_ranks_that_share_a_gpu(world_size: int, options: dict[str, Any], tmp_path: Path) -> None:
     pool = RankPool(world_size, tmp_path, environment={OVERLAP_VARIABLE: "1"})
     try:
-        pool.run(run_ranks, "cuda", timeout=240)
+        pool.run(run_ranks, "cuda", options, timeout=240)
     finally:
         pool.close()
 
@@ -548,8 +565,9 @@ def test_small_batches_fill_the_gpu() -> None:
         assert tiling.tiles * (hidden // tiling.down_block_n) >= 132
 
 
+@pytest.mark.parametrize("bias", [False, True], ids=["plain", "gpt-oss"])
 @pytest.mark.parametrize("arch", [80, 89, 90])
-def test_gemms_compile_for(arch: int) -> None:
+def test_gemms_compile_for(arch: int, bias: bool) -> None:
     """16-byte asynchronous loads, this GPU's tensor core instruction, its shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -562,7 +580,10 @@ def test_gemms_compile_for(arch: int) -> None:
     tiling = Tiling.of(8 * 6, 256, 4096, 2048, gpu)
     geometry = dict(HIDDEN=4096, INTERMEDIATE=2048, EXPERTS=256, EXPERTS_P2=256)
     geometry |= dict(FP8_DOT=gpu.fp8_dot, BLOCK_M=tiling.block_m, BLOCK_K=tiling.block_k)
-    row = dict(SLOTS=6, X_STRIDE=4352, SCALE_STRIDE=1088, ROUTING_STRIDE=1088, CLAMP=True)
+    geometry |= dict(SLOTS=6, ROUTING_STRIDE=1088)
+    row = dict(X_STRIDE=4352, SCALE_STRIDE=1088, CLAMP=True, ALPHA=1.0, BETA=0.0)
+    if bias:
+        row |= dict(ALPHA=1.702, BETA=1.0)
     int32 = dict.fromkeys(("first_ptr", "count_ptr", "pairs_ptr", "arrived_ptr"), "*i32")
     types = int32 | {"limit": "fp32", "num_places": "i32", "slots_ptr": "*bf16"}
     types |= dict.fromkeys(("x_ptr", "w13_ptr", "w2_ptr"), f"*{code}")
@@ -580,6 +601,8 @@ def test_gemms_compile_for(arch: int) -> None:
     ):
         hidden = "*u8" if kernel is triton_moe.gate_up_kernel else f"*{code}"
         names = kernel.arg_names
+        if not bias:
+            constants |= {name: None for name in names if name.endswith("_bias_ptr")}
         source = triton.compiler.ASTSource(
             kernel,
             {
@@ -592,7 +615,7 @@ def test_gemms_compile_for(arch: int) -> None:
             {
                 (index,): [["tt.divisibility", 16]]
                 for index, name in enumerate(names)
-                if name.endswith("_ptr")
+                if name.endswith("_ptr") and name not in constants
             },
         )
         built = triton.compile(

@@ -75,6 +75,19 @@ def random_checkpoint(
     return Checkpoint(q13, s13, q2, s2)
 
 
+def random_biases(
+    config: mm.MegaMoEConfig, experts: int, *, seed: int = 0
+) -> tuple[Tensor | None, Tensor | None]:
+    """w13_bias [E, 2I] and w2_bias [E, H] in fp32, of the size of what they are added to."""
+    if not config.expert_bias:
+        return None, None
+    generator = torch.Generator().manual_seed(seed + 7)
+    return (
+        torch.randn(experts, 2 * config.intermediate_size, generator=generator),
+        torch.randn(experts, config.hidden_size, generator=generator),
+    )
+
+
 def _quantize_all(w: Tensor) -> tuple[Tensor, Tensor]:
     quantized, scales = zip(*(quantize_blocks(expert) for expert in w), strict=True)
     return torch.stack(quantized), torch.stack(scales)
@@ -84,11 +97,15 @@ def make_layer(context: mm.MegaMoEContext, *, seed: int = 0, **options: Any) -> 
     """A layer with random routed (and shared) experts."""
     layer = mm.MegaMoE(context, **options)
     config = context.config
-    layer.load_weights(*random_checkpoint(config, seed=seed, fp8=not config.num_shared_experts))
+    fp8 = not config.num_shared_experts and config.intermediate_size % 128 == 0
+    checkpoint = random_checkpoint(config, seed=seed, fp8=fp8)
+    layer.load_weights(*checkpoint, *random_biases(config, config.num_experts, seed=seed))
     if config.num_shared_experts:
-        shared = random_checkpoint(config, seed=seed + 1000, experts=config.num_shared_experts)
+        shared: Any = random_checkpoint(config, seed=seed + 1000, experts=config.num_shared_experts)
+        biases = random_biases(config, config.num_shared_experts, seed=seed + 1000)
         for number in range(config.num_shared_experts):
-            layer.load_expert(config.num_experts + number, *shared[number])  # type: ignore[arg-type]
+            own = (None if bias is None else bias[number] for bias in biases)
+            layer.load_expert(config.num_experts + number, *shared[number], *own)
     return layer
 
 
@@ -129,8 +146,12 @@ def oracle(
         layer.w13_scale,
         layer.w2,
         layer.w2_scale,
+        layer.w13_bias,
+        layer.w2_bias,
         num_valid=num_valid,
         swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_beta=config.swiglu_beta,
         routed_scaling_factor=config.routed_scaling_factor,
         num_shared_experts=config.num_shared_experts,
         **options,
@@ -148,6 +169,8 @@ def op_arguments(layer: mm.MegaMoE, inputs: Inputs, *, as_bytes: bool = False) -
         layer.w13_scale,
         w2,
         layer.w2_scale,
+        layer.w13_bias,
+        layer.w2_bias,
         layer.num_valid,
         layer.launch_count,
         *layer._constants,

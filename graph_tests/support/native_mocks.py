@@ -129,6 +129,10 @@ def wrong_calls(layer: mm.MegaMoE, inputs: Inputs) -> dict[str, tuple[Any, ...]]
         "w2": changed(w2=layer.w2[:1]),
         "w2 is bytes": changed(w2=layer.w2.view(torch.uint8)),
         "w2_scale is bf16": changed(w2_scale=layer.w2_scale.bfloat16()),
+        "one bias": changed(w13_bias=torch.zeros(layer.w13.shape[:2])),
+        "biases of a context without": changed(
+            w13_bias=torch.zeros(layer.w13.shape[:2]), w2_bias=torch.zeros(layer.w2.shape[:2])
+        ),
         "num_valid is int64": changed(num_valid=layer.num_valid.long()),
         "num_valid has two": changed(num_valid=layer.num_valid.repeat(2)),
     }

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 
 from ..config import MegaMoEConfig
+from ..custom_ops.deep_gemm.api import arithmetic_problem
 from ..errors import BackendUnavailable, mismatch
+from .runtimes import layer_spec
 
 OTHERWISE = "backend='triton' runs here without it, and backend='reference' slowly."
 
@@ -54,17 +56,6 @@ def _decide(config: MegaMoEConfig, device: torch.device, details: dict[str, Any]
             "torch and a driver, or pass device='cpu'.",
             details,
         )
-    if config.expert_bias or config.swiglu_alpha != 1.0 or config.swiglu_beta != 0.0:
-        return Capability(
-            None,
-            mismatch(
-                "(swiglu_alpha, swiglu_beta, expert_bias)",
-                "(1.0, 0.0, False), all that the kernels compute so far",
-                (config.swiglu_alpha, config.swiglu_beta, config.expert_bias),
-                "Run such a model without this library.",
-            ),
-            details,
-        )
     if config.backend == "reference":
         return Capability("reference", "asked for by backend='reference'", details)
     if device.type == "cpu":
@@ -89,16 +80,23 @@ def _decide_cuda(
     details["gpu"] = torch.cuda.get_device_name(device)
     details["compute_capability"] = list(capability)
     name = f"{details['gpu']} (SM{capability[0]}{capability[1]})"
-    if config.backend == "triton" or (config.backend == "auto" and capability[0] != 9):
+    arithmetic = arithmetic_problem(layer_spec(config, "triton"))
+    if config.backend == "triton" or (
+        config.backend == "auto" and (capability[0] != 9 or arithmetic is not None)
+    ):
         problem = _triton_problem(name, capability, details)
         if problem is not None:
             return Capability(None, problem, details)
-        asked = "asked for" if config.backend == "triton" else "the mega kernel needs an SM90 GPU"
+        asked = "asked for"
+        if config.backend == "auto":
+            asked = "the mega kernel needs an SM90 GPU"
+            if capability[0] == 9:
+                asked = f"the mega kernel does not compute this model ({arithmetic})"
         return Capability("triton", f"{asked}, and {name} runs Triton's kernels", details)
     if capability[0] != 9:
         reason = f"the deep_gemm backend needs an SM90 GPU (H100, H200, H20), got {name}."
         return Capability(None, f"{reason} Pass backend='triton'.", details)
-    problem = _deep_gemm_problem(config, device, details)
+    problem = arithmetic or _deep_gemm_problem(config, device, details)
     if problem is not None:
         # Never a silent fallback: this GPU could run the fast kernel, and the cure is known.
         return Capability(None, f"{problem} {OTHERWISE}", details)
