@@ -27,7 +27,8 @@ def swiglu_of(experts: Any, name: str) -> Swiglu:
     beta = _attribute(experts, "beta", "swiglu_beta")
     alphas, betas = zip(*KNOWN, strict=True)
     edge = limit or 8.0
-    points = torch.tensor([-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge])
+    values = [-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge]
+    points = torch.tensor(values, dtype=torch.float32, device="cpu")
     gate, up = (t.reshape(1, -1) for t in torch.meshgrid(points, points, indexing="ij"))
     columns = torch.cat([gate, up], dim=1) if experts.is_concatenated else interleave(gate, up)
     with torch.no_grad():
