@@ -122,11 +122,12 @@ def test_an_expert_of_another_rank_is_named_by_its_global_id() -> None:
 def test_biases_are_finite(context: mm.MegaMoEContext, name: str) -> None:
     geometry = dataclasses.replace(context.weight_geometry, expert_bias=True)
     biases = {"w13_bias": torch.zeros(4, 256), "w2_bias": torch.zeros(4, 128)}
-    parts = [*random_checkpoint(context.config), *biases.values()]
-    weights_module.check_checkpoint(geometry, (4,), *parts)  # type: ignore[arg-type]
+    made = (*random_checkpoint(context.config), *biases.values())
+    parts = weights_module.CheckpointWeights(*made)  # type: ignore[arg-type]
+    weights_module.check_checkpoint(geometry, (4,), parts)
     biases[name][1, 7] = INF
     with refuses(ValueError, f"{name} of expert 1"):
-        weights_module.check_checkpoint(geometry, (4,), *parts)  # type: ignore[arg-type]
+        weights_module.check_checkpoint(geometry, (4,), parts)
 
 
 @pytest.mark.parametrize("fp8", [True, False], ids=["fp8", "bf16"])

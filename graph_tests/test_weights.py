@@ -18,7 +18,7 @@ from helpers import (
     random_inputs,
     refuses,
 )
-from torch import Tensor, nn
+from torch import nn
 
 import megamoe_compile as mm
 from megamoe_compile import weights as weights_module
@@ -228,7 +228,8 @@ def test_adoption_takes_one_expert_of_extra_memory(experts: int) -> None:
 def test_the_measure_would_see_a_copy_of_the_whole_tensor(
     context: mm.MegaMoEContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def whole(w13: Tensor, w13_scale: Tensor, w2: Tensor, w2_scale: Tensor, *_: None) -> Any:
+    def whole(source: Any) -> Any:
+        w13, w13_scale, w2, w2_scale, *_ = source
         w13.copy_(torch.stack([weights_module.interleave_gate_up(expert) for expert in w13]))
         return weights_module.PreparedWeights(w13, w13_scale, w2, w2_scale)
 

@@ -31,8 +31,6 @@ from .parallel.step_plan import StepPlan
 from .weights import ExpertWeights, PreparedWeights, WeightGeometry
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from .backends.runtimes import AnyRuntime
 
 ALL_VALID = 2**31 - 1  # the value of num_valid that leaves no row out
@@ -410,12 +408,7 @@ class MegaMoEContext:
         self.check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Iterable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from .errors import MegaMoEError, as_int, mismatch
 from .weights import (
     BIAS_NAMES,
     WEIGHT_NAMES,
+    CheckpointWeights,
     ExpertWeights,
     PreparedWeights,
     adopt,
@@ -75,14 +77,14 @@ class LoadedExperts(ExpertWeights):
             ValueError: wrong shape, layout, dtype, scales or biases; scales that are negative or
                 not finite; with validate=True weights that are not finite.
         """
-        parts = (w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
-        self._check(parts)
+        source = CheckpointWeights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+        self._check(source)
         self._refuse_own(w13, w2)
         with torch.inference_mode(False), torch.no_grad():
-            if self._storage() is None and can_adopt(self.context.weight_geometry, w13, w2):
-                self.install(adopt(*cast(Any, parts)))
+            if self._storage() is None and can_adopt(self.context.weight_geometry, source):
+                self.install(adopt(source))
                 return
-            self._write(parts)
+            self._write(source)
 
     def reload_weights(
         self,
@@ -106,8 +108,8 @@ class LoadedExperts(ExpertWeights):
             ValueError: as `load_weights`; tensors that overlap the layer's storage elsewhere than
                 at the same place. MegaMoEError: the layer has never been loaded.
         """
-        parts = (w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
-        self._check(parts)
+        source = CheckpointWeights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+        self._check(source)
         own = self._storage()
         if own is None:
             raise MegaMoEError(
@@ -116,7 +118,7 @@ class LoadedExperts(ExpertWeights):
                 )
             )
         first = self._first_source(w13)
-        for name, part in zip(WEIGHT_NAMES + BIAS_NAMES, parts, strict=True):
+        for name, part in zip(source._fields, source, strict=True):
             if part is not None and not all(
                 same_place(part, first, mine) if name == other else not overlap(part, mine)
                 for other, mine in own.named()
@@ -130,7 +132,7 @@ class LoadedExperts(ExpertWeights):
                     )
                 )
         with torch.inference_mode(False), torch.no_grad():
-            self._write(parts)
+            self._write(source)
 
     def load_expert(
         self,
@@ -167,20 +169,18 @@ class LoadedExperts(ExpertWeights):
                     "Each rank loads its own experts.",
                 )
             )
-        parts = (w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
-        self._check([None if t is None else t.unsqueeze(0) for t in parts], expert)
+        source = CheckpointWeights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+        self._check(source.map(lambda t: t.unsqueeze(0)), expert)
         self._refuse_own(w13, w2)
         with torch.inference_mode(False), torch.no_grad(), self._writing([row]) as prepared:
-            write_expert(prepared, row, geometry, *parts)
+            write_expert(prepared, row, geometry, source)
 
-    def _check(self, parts: Iterable[Tensor | None], expert: int | None = None) -> None:
+    def _check(self, source: CheckpointWeights, expert: int | None = None) -> None:
         """Check all experts of a checkpoint, or that one."""
         geometry = self.context.weight_geometry
         self.context.check_open()
         experts = (geometry.num_experts, geometry.num_local_experts) if expert is None else (1,)
-        check_checkpoint(
-            geometry, experts, *cast(Any, parts), expert=expert, validate=self.validate
-        )
+        check_checkpoint(geometry, experts, source, expert=expert, validate=self.validate)
 
     def _first_source(self, w13: Tensor) -> int:
         """Where this rank's experts begin in a checkpoint of all experts, or of its own."""
@@ -188,14 +188,14 @@ class LoadedExperts(ExpertWeights):
         geometry = self.context.weight_geometry
         return geometry.first_expert if w13.shape[0] == geometry.num_experts else 0
 
-    def _write(self, parts: tuple[Tensor | None, ...]) -> None:
+    def _write(self, source: CheckpointWeights) -> None:
         geometry = self.context.weight_geometry
-        first = self._first_source(cast(Tensor, parts[0]))
+        first = self._first_source(source.w13)
         rows = range(geometry.num_local_experts)
         with self._writing(rows) as prepared:
             for row in rows:
-                experts = [None if t is None else t[first + row] for t in parts]
-                write_expert(prepared, row, geometry, *cast(Any, experts))
+                one = source.map(operator.itemgetter(first + row))
+                write_expert(prepared, row, geometry, one)
 
     @contextlib.contextmanager
     def _writing(self, rows: Iterable[int]) -> Iterator[PreparedWeights]:

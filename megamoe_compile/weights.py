@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,6 +117,21 @@ class PreparedWeights(Weights):
         )
 
 
+class CheckpointWeights(NamedTuple):
+    """Weights as a checkpoint has them: see `MegaMoE.load_weights`. Of all experts, or of one."""
+
+    w13: Tensor
+    w13_scale: Tensor | None
+    w2: Tensor
+    w2_scale: Tensor | None
+    w13_bias: Tensor | None = None
+    w2_bias: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> CheckpointWeights:
+        """`function` of each tensor that there is."""
+        return CheckpointWeights(*(None if t is None else function(t) for t in self))  # type: ignore
+
+
 class ExpertWeights(nn.Module):
     """One layer's prepared weights, as buffers: all that a context knows of its layers.
 
@@ -153,12 +169,7 @@ class ExpertWeights(nn.Module):
 def check_checkpoint(
     geometry: WeightGeometry,
     experts: tuple[int, ...],
-    w13: Tensor,
-    w13_scale: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor | None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
+    source: CheckpointWeights,
     *,
     expert: int | None = None,
     validate: bool = False,
@@ -172,6 +183,7 @@ def check_checkpoint(
         expert: global id of the only expert; default: all experts, or those of this rank.
         validate: weights must be finite too.
     """
+    w13, w13_scale, w2, w2_scale, w13_bias, w2_bias = source
     h, i = geometry.hidden_size, geometry.intermediate_size
     layout = "w13 is [E, 2I, H] with gate before up, w2 is [E, H, I], both row-major."
     allowed = " or ".join(str(e) for e in sorted(set(experts)))
@@ -312,15 +324,11 @@ def write_expert(
     weights: PreparedWeights,
     row: int,
     geometry: WeightGeometry,
-    w13: Tensor,
-    w13_scale: Tensor | None,
-    w2: Tensor,
-    w2_scale: Tensor | None,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
+    source: CheckpointWeights,
 ) -> None:
     """Write one checked expert ([2I, H], [H, I], their scales and biases) into row `row`."""
     i, padded = geometry.intermediate_size, geometry.padded_intermediate_size
+    w13, w13_scale, w2, w2_scale, w13_bias, w2_bias = source
     device = geometry.device
     w13, w2 = w13.to(device), w2.to(device)
     if padded != i:
@@ -360,8 +368,9 @@ def _pad_ones(scale: Tensor, rows: int) -> Tensor:
     return torch.cat([scale, scale.new_ones(rows, scale.shape[1])])
 
 
-def can_adopt(geometry: WeightGeometry, w13: Tensor, w2: Tensor) -> bool:
+def can_adopt(geometry: WeightGeometry, source: CheckpointWeights) -> bool:
     """Whether the checkpoint's own storage can hold the prepared weights."""
+    w13, w2 = source.w13, source.w2
     return (
         w13.dtype == FP8
         and w13.shape[0] == geometry.num_rows
@@ -370,21 +379,16 @@ def can_adopt(geometry: WeightGeometry, w13: Tensor, w2: Tensor) -> bool:
     )
 
 
-def adopt(
-    w13: Tensor,
-    w13_scale: Tensor,
-    w2: Tensor,
-    w2_scale: Tensor,
-    w13_bias: Tensor | None = None,
-    w2_bias: Tensor | None = None,
-) -> PreparedWeights:
+def adopt(source: CheckpointWeights) -> PreparedWeights:
     """Rearrange checked FP8 weights in place, expert by expert: one expert of extra memory.
 
     Call it outside inference mode, or a later load could not write into the result.
     """
-    w13, w2 = _normal(w13), _normal(w2)
+    w13, w2, w13_bias, w2_bias = _normal(source.w13), _normal(source.w2), *source[4:]
+    assert source.w13_scale is not None and source.w2_scale is not None
+    scales = (source.w13_scale, source.w2_scale)
     w13_scale, w2_scale = (
-        _normal(scale.to(w13.device, torch.float32).contiguous()) for scale in (w13_scale, w2_scale)
+        _normal(scale.to(w13.device, torch.float32).contiguous()) for scale in scales
     )
     for done, expert in enumerate(w13):
         try:

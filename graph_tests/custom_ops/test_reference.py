@@ -443,7 +443,12 @@ def test_padding_of_the_intermediate_changes_nothing(fp8: bool) -> None:
     """An intermediate of 128 padded to 256 by whole zero blocks: the same numbers."""
     import dataclasses
 
-    from megamoe_compile.weights import PreparedWeights, WeightGeometry, write_expert
+    from megamoe_compile.weights import (
+        CheckpointWeights,
+        PreparedWeights,
+        WeightGeometry,
+        write_expert,
+    )
 
     config = make_config()
     checkpoint = random_checkpoint(config, fp8=fp8)
@@ -456,7 +461,8 @@ def test_padding_of_the_intermediate_changes_nothing(fp8: bool) -> None:
         )
         weights = PreparedWeights.allocate(geometry)
         for expert in range(config.num_experts):
-            write_expert(weights, expert, geometry, *checkpoint[expert])  # type: ignore[arg-type]
+            source = CheckpointWeights(*checkpoint[expert])  # type: ignore[arg-type]
+            write_expert(weights, expert, geometry, source)
         assert weights.w13.shape == (4, 2 * padded, 128)
         results.append(
             moe_reference(*inputs, weights.w13, weights.w13_scale, weights.w2, weights.w2_scale)

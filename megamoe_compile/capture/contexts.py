@@ -17,7 +17,7 @@ from ..parallel.step_plan import StepPlan
 from ..weights import ExpertWeights
 
 if TYPE_CHECKING:
-    from types import TracebackType
+    pass
 
 
 class MegaMoEContexts:
@@ -156,12 +156,7 @@ class MegaMoEContexts:
         self.check_open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

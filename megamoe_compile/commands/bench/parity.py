@@ -31,7 +31,7 @@ from ...context import MegaMoEContext
 from ...custom_ops.reference.recipe import moe_reference
 from ...engines.transformers.activation import swiglu_limit
 from ...engines.transformers.experts import find_experts
-from ...weights import adopt
+from ...weights import CheckpointWeights, adopt
 from ..decode.batch import Batch, rank_sizes
 from ..decode.slot_cache import DecodeStep, SlotCache
 from .columns import Options, Say
@@ -187,12 +187,13 @@ def _recipe(options: Options, context: MegaMoEContext) -> nn.Module:
     model = model_without_experts(options.source, options.device, "sdpa")
     set_fp8_experts(model, options.source, options.device)
     for prefix, experts in find_experts(model).items():
-        adopt(
+        source = CheckpointWeights(
             experts.gate_up_proj,
             experts.gate_up_proj_scale_inv,
             experts.down_proj,
             experts.down_proj_scale_inv,
         )
+        adopt(source)
         experts.config._experts_implementation = RECIPE
         experts.megamoe_bench_limit = swiglu_limit(experts, prefix)
     return model

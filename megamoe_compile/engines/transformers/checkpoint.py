@@ -17,7 +17,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -80,14 +79,9 @@ class Checkpoint:
     def __enter__(self) -> Checkpoint:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for file in self._files.values():
-            file.__exit__(kind, error, trace)
+            file.__exit__(*error)
         self._files = {}
 
     def __contains__(self, name: str) -> bool:
