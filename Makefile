@@ -1,6 +1,7 @@
 # make demo     set up .venv and run the main job
 # make test     set up .venv and run the tests
 # make check    ruff, mypy, clang-format
+# make support-table    try every model type of transformers, write docs/support-models.md
 #
 # TORCH=2.14.1             another torch, or pip arguments: TORCH="torch==2.13.0 --index-url URL"
 # EXTRAS=cu-torch211       more extras of pyproject.toml, comma-separated
@@ -33,7 +34,7 @@ again := force
 endif
 endif
 
-.PHONY: help demo test check clean force
+.PHONY: help demo test check support-table clean force
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
@@ -50,6 +51,10 @@ check: $(call installed,hf+test$(triton)+dev)
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 	$(RUN) -c 'import clang_format; clang_format.clang_format()' --dry-run -Werror csrc/*/*
+
+support-table: $(call installed,hf+test$(triton))
+	OMP_NUM_THREADS=1 PYTHONPATH=. $(RUN) graph_tests/support/model_types.py > docs/.support-models.md
+	mv docs/.support-models.md docs/support-models.md
 
 # The + between extras is a comma that make does not take for one.
 $(VENV)/.installed-%: pyproject.toml .ci/setup $(again)

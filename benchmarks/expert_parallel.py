@@ -29,7 +29,6 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,13 +44,16 @@ from benchmarks.expert_parallel_paths import (
     reduce_scatter,
     triton_context,
 )
-from benchmarks.layer import WEIGHT_SETS, Bench, plot, raw_calls
-from benchmarks.layers import Inputs, relative_error, same_weights
+from benchmarks.layer import WEIGHT_SETS, Bench, raw_calls
+from benchmarks.layers import Inputs, floor_us, relative_error, same_weights
+from benchmarks.plots import draw_lines, panels
 from benchmarks.timing import (
     Timing,
+    add_run_arguments,
     copy_bandwidth,
-    environment,
     markdown,
+    results,
+    show,
     time_variants,
     write_results,
 )
@@ -81,7 +83,7 @@ class Meeting:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._flag = torch.zeros(1, device=ranks.device)
+        self._flag = torch.zeros(1, dtype=torch.float32, device=ranks.device)
 
     def align(self) -> None:
         torch.cuda._sleep(SLEEP)
@@ -202,13 +204,11 @@ def measure(
         times: dict[str, Timing] = time_variants(
             paths.variants(tokens), options.rounds, meeting.align, meeting.slowest
         )
-    config = paths.bench.config
-    per_expert = 3 * config.hidden_size * paths.bench.layers[0].w2.shape[2]
     medians = {name: times[name].median if name in times else None for name in VARIANTS}
     layer = times["layer"].median
     row: dict[str, Any] = {"model": model, "ranks": paths.ranks.size, "tokens": tokens}
     row |= {f"{name}_us": median for name, median in medians.items()}
-    row["floor_us"] = judged["experts_touched"] * per_expert / options.bandwidth * 1e6
+    row["floor_us"] = floor_us(judged["experts_touched"], paths.bench.layers[0], options.bandwidth)
     row["layer_spread_us"] = times["layer"].spread
     row["layer/raw"] = layer / times["raw"].median
     row["chain/layer"] = times["chain"].median / layer
@@ -222,16 +222,11 @@ def benchmark(ranks: Ranks, options: argparse.Namespace) -> None:
     """All models and numbers of tokens; rank 0 prints and writes after each row."""
     torch.manual_seed(1 + ranks.rank)
     options.bandwidth = copy_bandwidth()
-    data: dict[str, Any] = {
-        "environment": {
-            **environment(options.commit),
-            "gpus": ranks.size,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            **{name: os.environ.get(name) for name in NO_MULTICAST},
-        },
-        "copy_terabytes_per_second": options.bandwidth / 1e12,
-        "left_out": {},
-        "rows": [],
+    data = results(options, options.bandwidth, left_out={})
+    data["environment"] |= {
+        "gpus": ranks.size,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+        **{name: os.environ.get(name) for name in NO_MULTICAST},
     }
     meeting = Meeting(ranks)
     memory = torch.cuda.get_device_properties(ranks.device).total_memory
@@ -243,8 +238,7 @@ def benchmark(ranks: Ranks, options: argparse.Namespace) -> None:
                 row = measure(paths, meeting, model, tokens, options)
                 data["rows"].append(row)
                 if ranks.rank == 0:
-                    shown = {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}
-                    print(shown, flush=True)
+                    show(row)
                     write_results(options.out, data, markdown(data["rows"]))
         paths.close()
         del paths
@@ -255,7 +249,9 @@ def benchmark(ranks: Ranks, options: argparse.Namespace) -> None:
             print(f"{name}: {reason}")
         print(markdown(data["rows"]))
         try:
-            plot(data["rows"], options.out, ("model", "{}"), LINES, "tokens per rank")
+            with panels(data["rows"], options.out, "model", xlabel="tokens per rank") as drawn:
+                for axis, rows in drawn:
+                    draw_lines(axis, rows, LINES)
         except ModuleNotFoundError as error:
             print(f"no {options.out}.png: {error}")
 
@@ -307,9 +303,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--check-only", action="store_true", help="correctness, no timing")
     parser.add_argument("--models", nargs="+", default=MODELS, help=f"(default: {MODELS})")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="per rank")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, help="results: OUT.json, OUT.md, OUT.png")
-    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    add_run_arguments(parser, out_required=False)
     parser.add_argument("--timeout", type=float, default=1500.0, help="seconds, for all of it")
     options = parser.parse_args(arguments)
     if unknown := sorted(set(options.models) - PRESETS.keys()):

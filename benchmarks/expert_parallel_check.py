@@ -70,6 +70,10 @@ class Findings:
             self.faults.append(f"{path}, {case}: relative error {error:.3g} above {bound}")
 
 
+def _random(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
 class Experts:
     """All experts of a small layer, of which each rank loads its share, and the oracle."""
 
@@ -85,8 +89,10 @@ class Experts:
         )
         generator = torch.Generator().manual_seed(0)
         e, h, i = self.config.num_experts, SHAPE["hidden_size"], SHAPE["intermediate_size"]
-        self.w13 = torch.randn(e, 2 * i, h, generator=generator).mul_(h**-0.5).bfloat16()
-        self.w2 = torch.randn(e, h, i, generator=generator).mul_(i**-0.5).bfloat16()
+        self.w13, self.w2 = (
+            _random(shape, generator).mul_(shape[-1] ** -0.5).bfloat16()
+            for shape in ((e, 2 * i, h), (e, h, i))
+        )
         self.context = mm.MegaMoEContext(self.config, ranks.group, ranks.device)
         self.layer = self._load(self.context)
         alone = dataclasses.replace(self.config, backend="reference")
@@ -102,8 +108,8 @@ class Experts:
         rank, count = self.ranks.rank, case.counts[self.ranks.rank]
         generator = torch.Generator().manual_seed(1000 * case.number + rank)
         rows = count if padded is None else padded
-        x = torch.randn(rows, self.config.hidden_size, generator=generator).bfloat16()
-        scores = torch.rand(rows, self.config.num_experts, generator=generator)
+        x = _random((rows, self.config.hidden_size), generator).bfloat16()
+        scores = _random((rows, self.config.num_experts), generator).sigmoid()
         weights, ids = scores.topk(self.config.top_k)
         if case.routing == "one expert":
             ids[:, 0], ids[:, 1:] = self.config.num_experts - 1, -1

@@ -94,9 +94,9 @@ class GatherChain:
         geometry = layers[0].context.weight_geometry
         first, experts = geometry.first_expert, geometry.num_local_experts
         # From a global id to this rank's, or -1. Id -1 reads the entry behind the last expert.
-        table = torch.full((geometry.num_experts + 1,), -1)
-        table[first : first + experts] = torch.arange(experts)
-        self.local_ids = table.to(ranks.device)
+        ids = range(-first, geometry.num_experts - first)
+        table = [n if n in range(experts) else -1 for n in ids]
+        self.local_ids = torch.tensor([*table, -1], dtype=torch.int64, device=ranks.device)
 
     def gather(self, x: Tensor, ids: Tensor, weights: Tensor) -> Inputs:
         """x [T, H] bf16, ids [T, K], weights [T, K] fp32 -> those of all ranks, ids local."""

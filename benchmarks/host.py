@@ -36,7 +36,7 @@ def breakdown(bench: Bench, tokens: int) -> list[dict[str, Any]]:
     kwargs = dict(zip(("hidden_states", "topk_ids", "topk_weights"), a, strict=True))
     weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
     state = (layer.num_valid, layer.launch_count)
-    arguments = (*a, *layer.prepared, *state, *layer._constants)
+    arguments = (*a, *layer.prepared, *state, layer._context_id, *layer._constants)
     y = torch.empty_like(a[0])
     call = Call(*a, layer.prepared, *state, y)
     stream = torch.cuda.current_stream().cuda_stream

@@ -15,8 +15,7 @@ import dataclasses
 import functools
 import gc
 import itertools
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,17 +24,21 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megamoe_compile as mm
-from benchmarks.layers import Inputs, recipe, relative_error
+from benchmarks.layers import Inputs, floor_us, recipe, relative_error
+from benchmarks.plots import draw_lines, panels
 from benchmarks.timing import (
+    add_run_arguments,
     copy_bandwidth,
-    environment,
     host_time,
     markdown,
+    results,
+    show,
     time_variants,
     write_results,
 )
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops import library
+from megamoe_compile.weights import PreparedWeights
 
 CALLS = 16  # per graph
 WEIGHT_SETS = 4
@@ -62,13 +65,21 @@ class Bench:
     def inputs(self, tokens: int, calls: int = CALLS) -> list[Inputs]:
         """For each call its own rows, and one routing for all."""
         device = self.context.device
-        scores = torch.rand(tokens, self.config.num_experts, device=device)
+        scores = torch.rand(tokens, self.config.num_experts, dtype=torch.float32, device=device)
         weights, ids = scores.topk(self.config.top_k, dim=-1)
         weights = weights / weights.sum(-1, keepdim=True)
         shape = (tokens, self.config.hidden_size)
         return [
-            (torch.randn(shape, device=device).bfloat16(), ids.int(), weights) for _ in range(calls)
+            (torch.randn(shape, dtype=torch.bfloat16, device=device), ids.int(), weights)
+            for _ in range(calls)
         ]
+
+    def close(self) -> None:
+        """Close the context, and free the weights."""
+        self.context.close()
+        self.layers.clear()
+        gc.collect()
+        torch.cuda.empty_cache()
 
     def pairs(self, inputs: list[Inputs]) -> list[tuple[Inputs, mm.MegaMoE]]:
         return list(zip(inputs, itertools.cycle(self.layers), strict=False))
@@ -83,19 +94,21 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
     def fp8(*shape: int) -> Tensor:
         out = torch.empty(shape, dtype=torch.float8_e4m3fn, device=context.device)
         for expert in out:
-            expert.copy_(torch.randn(expert.shape, device=context.device) * 64)
+            draw = torch.randn(expert.shape, dtype=torch.float32, device=context.device)
+            expert.copy_(draw * 64)
         return out
 
     def scale(rows: int, columns: int, fan_in: int) -> Tensor:
-        return (0.5 + torch.rand(e, rows // 128, columns // 128, device=context.device)) / (
-            64 * fan_in**0.5
-        )
+        shape = (e, rows // 128, columns // 128)
+        draw = torch.rand(shape, dtype=torch.float32, device=context.device)
+        return (0.5 + draw) / (64 * fan_in**0.5)
 
     # Made at the padded size: the bytes are random anyway, and are taken over in place.
     weights = (fp8(e, 2 * i, h), scale(2 * i, h, h), fp8(e, h, i), scale(h, i, i))
-    for name, tensor in zip(("w13", "w13_scale", "w2", "w2_scale"), weights, strict=True):
-        setattr(layer, name, tensor)
-    layer.loaded = True
+    biases = [
+        torch.randn(e, n, dtype=torch.float32, device=context.device) / 4 for n in (2 * i, h)
+    ]
+    layer.install(PreparedWeights(*weights, *(biases if geometry.expert_bias else ())))
     return layer
 
 
@@ -161,9 +174,8 @@ def measure(bench: Bench, tokens: int, bandwidth: float, rounds: int) -> dict[st
         rounds,
     )
     experts = int(pairs[0][0][1].unique().numel())
-    per_expert = 3 * config.hidden_size * pairs[0][1].w2.shape[2]
-    floor = experts * per_expert / bandwidth * 1e6
     inputs, layer = pairs[0]
+    floor = floor_us(experts, layer, bandwidth)
     want = recipe(inputs, layer, bench.context.intermediate_group_for(tokens))
     return {
         "local_experts": config.num_experts,
@@ -209,7 +221,7 @@ def host(bench: Bench) -> dict[str, float]:
     (a,), layer = bench.inputs(8, calls=1), bench.layers[0]
     pre_dispatch, mega = raw_calls(bench)
     y = torch.empty_like(a[0])
-    state = (layer.num_valid, layer.launch_count)
+    state = (layer.num_valid, layer.launch_count, layer._context_id)
     arguments = (*a, *layer.prepared, *state, *layer._constants)
     names = ("hidden_states", "topk_ids", "topk_weights")
     kwargs = dict(zip(names, a, strict=True))
@@ -236,63 +248,16 @@ def host(bench: Bench) -> dict[str, float]:
     return times
 
 
-def plot(
-    rows: list[dict[str, Any]],
-    path: Path,
-    panel: tuple[str, str] = ("local_experts", "{} local experts"),
-    lines: Sequence[tuple[str, str]] = LINES,
-    xlabel: str = "tokens",
-) -> None:
-    """path.png: a panel for each value of a column, and in it time against tokens.
-
-    Args:
-        panel: the column, and the title with the value in it. lines: columns and their styles; one
-            without any value is left out.
-    """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    column, title = panel
-    groups = list(dict.fromkeys(row[column] for row in rows))
-    figure, axes = pyplot.subplots(1, len(groups), figsize=(5 * len(groups), 4), squeeze=False)
-    for axis, value in zip(axes[0], groups, strict=True):
-        mine = [row for row in rows if row[column] == value]
-        tokens = [row["tokens"] for row in mine]
-        for key, style in lines:
-            if any(row[key] is not None for row in mine):
-                axis.plot(tokens, [row[key] for row in mine], style, label=key.removesuffix("_us"))
-        axis.set(
-            xscale="log",
-            yscale="log",
-            xlabel=xlabel,
-            ylabel="us per layer",
-            title=title.format(value),
-        )
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", default="deepseek-v4-flash")
     parser.add_argument("--local-experts", type=int, nargs="+", default=[32, 256])
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 32, 128])
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    add_run_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
-    data: dict[str, Any] = {
-        "environment": environment(args.commit),
-        "preset": args.preset,
-        "copy_terabytes_per_second": bandwidth / 1e12,
-        "calls_per_graph": CALLS,
-        "rows": [],
-    }
+    data = results(args, bandwidth, preset=args.preset, calls_per_graph=CALLS)
     for experts in args.local_experts:
         config = mm.MegaMoEConfig.preset(
             args.preset,
@@ -304,17 +269,16 @@ def main() -> None:
         for tokens in args.tokens:
             row = measure(bench, tokens, bandwidth, args.rounds)
             data["rows"].append(row)
-            print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
+            show(row)
         data[f"padding_{experts}"] = padding(bench, args.rounds)
         data[f"host_{experts}"] = host(bench)
         print(data[f"padding_{experts}"], data[f"host_{experts}"])
-        bench.context.close()
-        del bench
-        gc.collect()
-        torch.cuda.empty_cache()
+        bench.close()
     table = markdown(data["rows"])
     write_results(args.out, data, table)
-    plot(data["rows"], args.out)
+    with panels(data["rows"], args.out, "local_experts", "{} local experts") as drawn:
+        for axis, rows in drawn:
+            draw_lines(axis, rows, LINES)
     print(table)
 
 

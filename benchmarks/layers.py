@@ -8,7 +8,6 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from megamoe_compile.custom_ops.reference.recipe import moe_reference
-from megamoe_compile.module import WEIGHT_NAMES
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden_states, topk_ids, topk_weights
 
@@ -19,26 +18,38 @@ def same_weights(context: mm.MegaMoEContext, layer: mm.MegaMoE) -> mm.MegaMoE:
     sizes = [(g.num_rows, g.hidden_size, g.padded_intermediate_size) for g in (geometry, other)]
     assert sizes[0] == sizes[1], f"weights of {sizes[1]} for a layer of {sizes[0]}"
     twin = mm.MegaMoE(context)
-    for name in WEIGHT_NAMES:
-        setattr(twin, name, getattr(layer, name))
-    twin.loaded = True
+    twin.install(layer.prepared)
     return twin
 
 
-def recipe(inputs: Inputs, layer: mm.MegaMoE, intermediate_group: int) -> Tensor:
+def recipe(
+    inputs: Inputs,
+    layer: mm.MegaMoE,
+    intermediate_group: int,
+    config: mm.MegaMoEConfig | None = None,
+) -> Tensor:
     """[T, H] bf16 of the recipe in PyTorch, for a layer that has all experts.
 
     Args:
         intermediate_group: columns of a scale between the GEMMs, by which paths differ.
+        config: of what is computed with the layer's weights; the layer's own by default.
     """
-    config = layer.context.config
+    config = layer.context.config if config is None else config
     return moe_reference(
         *inputs,
-        *(getattr(layer, name) for name in WEIGHT_NAMES),
+        *(layer.prepared if config.expert_bias else layer.prepared[:4]),
         swiglu_limit=config.swiglu_limit,
+        swiglu_alpha=config.swiglu_alpha,
+        swiglu_beta=config.swiglu_beta,
         routed_scaling_factor=config.routed_scaling_factor,
         intermediate_group=intermediate_group,
     )
+
+
+def floor_us(experts: int, layer: mm.MegaMoE, bandwidth: float) -> float:
+    """Microseconds to read the FP8 bytes of so many experts at `bandwidth`, in bytes per second."""
+    per_expert = 3 * layer.w2.shape[1] * layer.w2.shape[2]
+    return experts * per_expert / bandwidth * 1e6
 
 
 def relative_error(got: Tensor, want: Tensor) -> float:

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe_compile.custom_ops.cuda.timing import capture_calls
 from megamoe_compile.custom_ops.staging.pre_dispatch import (
     PreDispatch,
     Routing,
@@ -45,9 +46,9 @@ class Workload:
         self.count = torch.zeros(1, dtype=torch.int32, device="cuda")
         self.inputs = [
             (
-                torch.randn(tokens, hidden, device="cuda").to(torch.bfloat16),
+                torch.randn(tokens, hidden, dtype=torch.bfloat16, device="cuda"),
                 torch.randint(EXPERTS, (tokens, top_k), dtype=torch.int32, device="cuda"),
-                torch.rand(tokens, top_k, device="cuda"),
+                torch.rand(tokens, top_k, dtype=torch.float32, device="cuda"),
             )
             for _ in range(BUFFERS)
         ]
@@ -58,9 +59,9 @@ class Workload:
                 torch.zeros(CAPACITY, self.hidden, dtype=torch.uint8, device="cuda").view(
                     torch.float8_e4m3fn
                 ),
-                torch.zeros(CAPACITY, self.hidden // 128, device="cuda"),
+                torch.zeros(CAPACITY, self.hidden // 128, dtype=torch.float32, device="cuda"),
                 torch.zeros(CAPACITY, self.top_k, dtype=torch.int64, device="cuda"),
-                torch.zeros(CAPACITY, self.top_k, device="cuda"),
+                torch.zeros(CAPACITY, self.top_k, dtype=torch.float32, device="cuda"),
             )
             for _ in range(BUFFERS)
         ]
@@ -121,17 +122,8 @@ CONTESTANTS: dict[str, Callable[[Workload], tuple[Step, list[StagingBuffer]]]] =
 
 
 def capture(step: Step) -> torch.cuda.CUDAGraph:
-    """LAUNCHES steps in one graph; one eager round before it compiles and loads everything."""
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(stream):
-        for i in range(BUFFERS):
-            step(i)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for launch in range(LAUNCHES):
-            step(launch % BUFFERS)
-    return graph
+    """LAUNCHES steps in one graph; an eager round before it compiles and loads everything."""
+    return capture_calls([partial(step, launch % BUFFERS) for launch in range(LAUNCHES)])
 
 
 def replay_us(graph: torch.cuda.CUDAGraph) -> float:

@@ -5,15 +5,17 @@
 All are layers on the same weights, rows and routing: `mega` under backend="deep_gemm", `small` the
 small-batch kernel alone, `auto` under backend="auto", which has chosen at warm-up. Method and floor
 as in benchmarks.layer. `--tune` adds the small-batch kernel under other settings.
+
+A shape with an alpha and a beta of SwiGLU is measured when `--shapes` names it: `small` computes
+them, and biases if there are any, and `plain` is the kernel without them on the same weights.
 """
 
 from __future__ import annotations
 
 import argparse
 import functools
-import gc
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,17 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from benchmarks.layer import Bench
-from benchmarks.layers import Inputs, recipe, relative_error, same_weights
-from benchmarks.timing import copy_bandwidth, environment, markdown, time_variants, write_results
+from benchmarks.layers import Inputs, floor_us, recipe, relative_error, same_weights
+from benchmarks.plots import draw_lines, panels
+from benchmarks.timing import (
+    add_run_arguments,
+    copy_bandwidth,
+    markdown,
+    results,
+    show,
+    time_variants,
+    write_results,
+)
 from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
 
 # Shape -> preset, local experts, and the aims: tokens -> most time over the floor.
@@ -31,6 +42,14 @@ SHAPES: dict[str, tuple[str, int, dict[int, float]]] = {
     "flash-256": ("deepseek-v4-flash", 256, {1: 1.30, 4: 1.20, 8: 1.15}),
     "flash-32": ("deepseek-v4-flash", 32, {1: 1.30, 8: 1.15, 32: 1.15}),
     "qwen3-30b": ("qwen3-30b-a3b", 128, {1: 2.0, 8: 1.30, 64: 1.25}),
+}
+OAI = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0}
+# Shape -> fields of the config. None of these has an aim yet.
+GENERAL: dict[str, dict[str, Any]] = {
+    # GptOssConfig, its hidden size of 2880 padded to whole scales.
+    "gpt-oss-120b": dict(hidden_size=2944, intermediate_size=2880, expert_bias=True),
+    # Defaults of the text configuration of MiniMaxM3VLConfig.
+    "minimax-m3": dict(hidden_size=6144, intermediate_size=3072, routed_scaling_factor=2.0),
 }
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 DEFAULT = Tuning()
@@ -41,39 +60,55 @@ TUNED = {
     "sms128": replace(DEFAULT, num_sms=128),
 }
 TOLERANCE = 0.006
+LINES = (("mega_us", "x--"), ("small_us", "o-"), ("plain_us", "+:"), ("floor_us", "k:"))
 
 
-def small_batch(bench: Bench, tuning: Tuning) -> SmallBatch:
-    config, geometry = bench.config, bench.context.weight_geometry
-    return SmallBatch(
-        hidden_size=config.hidden_size,
-        intermediate_size=geometry.padded_intermediate_size,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        capacity=config.max_tokens_per_rank,
-        device=torch.device("cuda"),
-        swiglu_limit=config.swiglu_limit,
-        routed_scaling_factor=config.routed_scaling_factor,
-        tuning=tuning,
-    )
+@dataclass
+class Kernel:
+    """The small-batch kernel on the weights of a bench.
 
+    Attributes:
+        config: what it computes.
+    """
 
-def call(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE, y: Tensor) -> None:
-    context = bench.context
-    weights = (layer.w13, layer.w13_scale, layer.w2, layer.w2_scale)
-    stream = torch.cuda.current_stream().cuda_stream
-    op(*inputs, context.num_valid, context.launch_count, *weights, y, stream)
+    config: mm.MegaMoEConfig
+    op: SmallBatch
 
+    @classmethod
+    def make(cls, bench: Bench, tuning: Tuning, config: mm.MegaMoEConfig | None = None) -> Kernel:
+        config = bench.config if config is None else config
+        op = SmallBatch(
+            hidden_size=config.hidden_size,
+            intermediate_size=bench.context.weight_geometry.padded_intermediate_size,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            capacity=config.max_tokens_per_rank,
+            device=bench.context.device,
+            swiglu_limit=config.swiglu_limit,
+            swiglu_alpha=config.swiglu_alpha,
+            swiglu_beta=config.swiglu_beta,
+            expert_bias=config.expert_bias,
+            routed_scaling_factor=config.routed_scaling_factor,
+            tuning=tuning,
+        )
+        return cls(config, op)
 
-def error(op: SmallBatch, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> float:
-    """Relative to the recipe, on poisoned output and workspaces."""
-    y = torch.full_like(inputs[0], float("nan"))
-    for name, workspace in op._workspaces.items():
-        if name != "counters":
-            workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
-    call(op, bench, inputs, layer, y)
-    torch.cuda.synchronize()
-    return relative_error(y, recipe(inputs, layer, INTERMEDIATE_GROUP))
+    def __call__(self, bench: Bench, inputs: Inputs, layer: mm.MegaMoE, y: Tensor) -> None:
+        context = bench.context
+        weights, biases = layer.prepared[:4], layer.prepared[4:]
+        stream = torch.cuda.current_stream().cuda_stream
+        state = (context.num_valid, context.launch_count)
+        self.op(*inputs, *state, *weights, y, stream, *(biases if self.config.expert_bias else ()))
+
+    def error(self, bench: Bench, inputs: Inputs, layer: mm.MegaMoE) -> float:
+        """Relative to the recipe, on poisoned output and workspaces."""
+        y = torch.full_like(inputs[0], float("nan"))
+        for name, workspace in self.op._workspaces.items():
+            if name != "counters":
+                workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
+        self(bench, inputs, layer, y)
+        torch.cuda.synchronize()
+        return relative_error(y, recipe(inputs, layer, INTERMEDIATE_GROUP, self.config))
 
 
 def automatic(bench: Bench, buckets: Sequence[int]) -> Bench:
@@ -87,28 +122,29 @@ def automatic(bench: Bench, buckets: Sequence[int]) -> Bench:
 
 def measure(
     bench: Bench,
-    auto: Bench,
-    ops: dict[str, SmallBatch],
+    layers: Mapping[str, Bench],
+    kernels: Mapping[str, Kernel],
     tokens: int,
     bandwidth: float,
     rounds: int,
 ) -> dict[str, Any]:
+    """Times of the layers (none, or `mega` and `auto`) and kernels, on the inputs of `bench`."""
     inputs = bench.inputs(tokens)
     pairs = bench.pairs(inputs)
     bench.context.warmup([tokens])
     variants: dict[str, list[Callable[[], object]]] = {
         name: [functools.partial(layer, *rows) for rows, layer in which.pairs(inputs)]
-        for name, which in (("mega", bench), ("auto", auto))
+        for name, which in layers.items()
     }
     worst = 0.0
-    for name, op in ops.items():
-        if tokens <= op.max_tokens:
-            worst = max(worst, error(op, bench, *pairs[0]))
+    for name, kernel in kernels.items():
+        if tokens <= kernel.op.max_tokens:
+            worst = max(worst, kernel.error(bench, *pairs[0]))
             y = torch.empty_like(pairs[0][0][0])
-            variants[name] = [functools.partial(call, op, bench, *pair, y) for pair in pairs]
+            variants[name] = [functools.partial(kernel, bench, *pair, y) for pair in pairs]
     times = time_variants(variants, rounds)
-    per_expert = 3 * bench.config.hidden_size * pairs[0][1].w2.shape[2]
-    floor = int(pairs[0][0][1].unique().numel()) * per_expert / bandwidth * 1e6
+    (_, ids, _), layer = pairs[0]
+    floor = floor_us(int(ids.unique().numel()), layer, bandwidth)
     row: dict[str, Any] = {"tokens": tokens, "floor_us": floor}
     for name, time in times.items():
         row[f"{name}_us"] = time.median
@@ -118,79 +154,76 @@ def measure(
         row["relative_error"] = worst
         if not worst <= TOLERANCE:
             row["wrong"] = True
-    row["mega/floor"] = times["mega"].median / floor
-    row["choice"] = auto.context.backend_for(tokens)
-    best = min(times[name].median for name in ("mega", "small") if name in times)
-    row["auto/best"] = times["auto"].median / best
+    if "plain" in times:
+        row["small/plain"] = times["small"].median / times["plain"].median
+    if layers:
+        row["mega/floor"] = times["mega"].median / floor
+        row["choice"] = layers["auto"].context.backend_for(tokens)
+        best = min(times[name].median for name in ("mega", "small") if name in times)
+        row["auto/best"] = times["auto"].median / best
     return row
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(row["shape"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
-    for axis, shape in zip(axes[0], shapes, strict=True):
-        mine = [row for row in rows if row["shape"] == shape]
-        for key, style in (("mega_us", "x--"), ("small_us", "o-"), ("floor_us", "k:")):
-            points = [(row["tokens"], row[key]) for row in mine if key in row]
-            axis.plot(*zip(*points, strict=True), style, label=key.removesuffix("_us"))
-        for choice, marker in (("small_batch", "v"), ("deep_gemm", "^")):
-            points = [(row["tokens"], row["auto_us"]) for row in mine if row["choice"] == choice]
-            if points:
-                axis.plot(*zip(*points, strict=True), marker, mfc="none", label=f"auto: {choice}")
-        axis.set(xscale="log", yscale="log", xlabel="tokens", ylabel="us per layer", title=shape)
-        axis.set_xticks([row["tokens"] for row in mine], [str(row["tokens"]) for row in mine])
-        axis.minorticks_off()
-        axis.legend()
-    figure.tight_layout()
-    figure.savefig(path.with_suffix(".png"), dpi=120)
+    with panels(rows, path, "shape") as drawn:
+        for axis, mine in drawn:
+            draw_lines(axis, mine, LINES)
+            for choice, marker in (("small_batch", "v"), ("deep_gemm", "^")):
+                chosen = [row for row in mine if row.get("choice") == choice]
+                points = [(row["tokens"], row["auto_us"]) for row in chosen]
+                if points:
+                    label = f"auto: {choice}"
+                    axis.plot(*zip(*points, strict=True), marker, mfc="none", label=label)
+            axis.set_xticks([row["tokens"] for row in mine], [str(row["tokens"]) for row in mine])
+            axis.minorticks_off()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=[*SHAPES, *GENERAL])
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 1 to 512")
     parser.add_argument("--aims", action="store_true", help="only tokens with an aim")
     parser.add_argument("--tune", action="store_true", help="add the kernel under other settings")
-    parser.add_argument("--rounds", type=int, default=30)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--commit", help="of this code, where the run has no repository")
+    add_run_arguments(parser)
     args = parser.parse_args()
     torch.manual_seed(0)
     bandwidth = copy_bandwidth()
-    data: dict[str, Any] = {
-        "environment": environment(args.commit),
-        "copy_terabytes_per_second": bandwidth / 1e12,
-        "rows": [],
-    }
+    data = results(args, bandwidth)
     for shape in args.shapes:
-        preset, experts, aims = SHAPES[shape]
-        config = mm.MegaMoEConfig.preset(
-            preset, max_tokens_per_rank=512, num_experts=experts, backend="deep_gemm"
-        )
-        bench = Bench.make(config)
         tunings = {"small": DEFAULT, **(TUNED if args.tune else {})}
-        ops = {name: small_batch(bench, tuning) for name, tuning in tunings.items()}
-        sweep = args.tokens or (aims if args.aims else TOKENS)
-        auto = automatic(bench, sweep)
+        if shape in GENERAL:
+            aims: dict[int, float] = {}
+            sweep = args.tokens or TOKENS
+            # A backend that takes each of them, and is not timed.
+            fields = dict(num_experts=128, top_k=4, max_tokens_per_rank=512, backend="reference")
+            bench = Bench.make(mm.MegaMoEConfig(**fields, **OAI, **GENERAL[shape]))
+            layers = {}
+        else:
+            preset, experts, aims = SHAPES[shape]
+            sweep = args.tokens or (aims if args.aims else TOKENS)
+            config = mm.MegaMoEConfig.preset(
+                preset, max_tokens_per_rank=512, num_experts=experts, backend="deep_gemm"
+            )
+            bench = Bench.make(config)
+            layers = {"mega": bench, "auto": automatic(bench, sweep)}
+        kernels = {name: Kernel.make(bench, tuning) for name, tuning in tunings.items()}
+        if shape in GENERAL:
+            plain = replace(bench.config, swiglu_alpha=1.0, swiglu_beta=0.0, expert_bias=False)
+            kernels["plain"] = Kernel.make(bench, DEFAULT, plain)
         for tokens in sweep:
-            row = {"shape": shape, **measure(bench, auto, ops, tokens, bandwidth, args.rounds)}
+            row = {
+                "shape": shape,
+                **measure(bench, layers, kernels, tokens, bandwidth, args.rounds),
+            }
             row["aim"] = aims.get(tokens, "")
             data["rows"].append(row)
-            print({k: round(v, 3) if isinstance(v, float) else v for k, v in row.items()},
-                  flush=True)  # fmt: skip
-        bench.context.close()
-        auto.context.close()
-        del bench, auto, ops
-        gc.collect()
-        torch.cuda.empty_cache()
+            show(row)
+        for which in (*layers.values(), bench):
+            which.close()
+        del kernels
     columns = (
         *("shape", "tokens", "small_us", "mega_us", "auto_us", "choice", "auto/best", "floor_us"),
-        *("small/floor", "mega/floor", "aim", "relative_error"),
+        *("small/floor", "mega/floor", "aim", "plain_us", "small/plain", "relative_error"),
     )
     table = markdown([{key: row.get(key, "") for key in columns} for row in data["rows"]])
     write_results(args.out, data, table)

@@ -11,6 +11,7 @@ around a single short replay measure launch latency, hence many calls per graph.
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +23,7 @@ import torch
 
 from megamoe_compile.commands.bench import measure as bench_measure
 from megamoe_compile.commands.environment import environment as environment
-from megamoe_compile.custom_ops.cuda.timing import capture
+from megamoe_compile.custom_ops.cuda.timing import capture_calls
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def time_variants(
         align: of several ranks: queued before each timed replay, so that all ranks start together.
         slowest: of several ranks: from this rank's times of each round to those of the slowest.
     """
-    graphs = {name: (capture(calls), len(calls)) for name, calls in variants.items()}
+    graphs = {name: (capture_calls(calls), len(calls)) for name, calls in variants.items()}
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     for graph, _ in graphs.values():
         for _ in range(3):
@@ -79,7 +80,8 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
 
     Eager, between events: inside a graph a copy becomes a memcpy node, which is slower.
     """
-    source = torch.randint(0, 2**31 - 1, (int(gigabytes * 1e9) // 4,), device="cuda").int()
+    count = int(gigabytes * 1e9) // 4
+    source = torch.randint(0, 2**31 - 1, (count,), dtype=torch.int32, device="cuda")
     target = torch.empty_like(source)
     samples = []
     for _ in range(12):
@@ -90,6 +92,30 @@ def copy_bandwidth(gigabytes: float = 4.0) -> float:
         end.synchronize()
         samples.append(start.elapsed_time(end) / 1000)
     return 2 * source.nbytes / statistics.median(samples[2:])
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, *, out_required: bool = True) -> None:
+    """--rounds, --out and --commit."""
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--out", type=Path, required=out_required, help="results: OUT.json, OUT.md, OUT.png"
+    )
+    parser.add_argument("--commit", help="of this code, where the run has no repository")
+
+
+def results(args: argparse.Namespace, bandwidth: float, **facts: Any) -> dict[str, Any]:
+    """What a result file begins with; its "rows" are empty yet."""
+    return {
+        "environment": environment(args.commit),
+        "copy_terabytes_per_second": bandwidth / 1e12,
+        **facts,
+        "rows": [],
+    }
+
+
+def show(row: Mapping[str, Any]) -> None:
+    """Print a row, at once."""
+    print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
 
 
 def write_results(path: Path, data: Mapping[str, Any], table: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import numbers
+from typing import cast
+
 
 class MegaMoEError(RuntimeError):
     """Base of all errors that this library raises for reasons other than a bad argument."""
@@ -32,3 +35,21 @@ def require(condition: bool, what: str, expected: object, got: object, cure: str
     """Raise a ValueError of one sentence unless the condition holds."""
     if not condition:
         raise ValueError(mismatch(what, expected, got, cure))
+
+
+def is_int(value: object) -> bool:
+    """Whether it is a whole number on the host: an int or a numpy integer, and no bool."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def as_int(what: str, value: object, expected: str = "an int >= 0", least: int = 0) -> int:
+    """`value` as an int. ValueError unless it is a whole number of at least `least`.
+
+    True is no count of one, and a tensor would wait for its device.
+    """
+    if type(value) is not int and not is_int(value):
+        got = f"{value!r} of type {type(value).__name__}"
+        raise ValueError(mismatch(what, expected, got, "Count on the host: int(count)."))
+    number = int(value)  # type: ignore[call-overload]
+    require(number >= least, what, expected, number, "Count again.")
+    return cast(int, number)

@@ -33,7 +33,7 @@ SCHEMA = (
     "fused_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, "
     "Tensor w13, Tensor w13_scale, Tensor w2, Tensor w2_scale, Tensor? w13_bias, Tensor? w2_bias, "
     "Tensor num_valid, Tensor(a!) launch_count, "
-    "int context_id, int top_k, int capacity, int layout_version) -> Tensor"
+    "SymInt context_id, int top_k, int capacity, int layout_version) -> Tensor"
 )
 
 
@@ -73,7 +73,7 @@ def register_runtime(
     have biases where `expert_bias` says otherwise. With `native`, the runtime's common calls are
     launched from C++ as long as it lives.
     """
-    context_id = len(_RUNTIMES)
+    context_id = len(_RUNTIMES) + 2  # sizes of 0 and 1 would make graphs of their own
     _RUNTIMES[context_id] = (weakref.ref(runtime), w13_shape, expert_bias)
     if native is not None:
         native.enter(context_id, LAYOUT_VERSION)

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from helpers import RankPool, make_config, triton_interprets
+from gpu_ranks import ranks_on_one_gpu
+from helpers import RankPool, make_config, make_layer, triton_interprets
 from hypothesis import settings
 from path_fakes import Machine
 from torch._dynamo.utils import counters
@@ -63,6 +64,23 @@ def context(request: pytest.FixtureRequest) -> Iterator[mm.MegaMoEContext]:
     """A CPU context; `@pytest.mark.parametrize("context", [{...}], indirect=True)` changes it."""
     with mm.MegaMoEContext(make_config(**getattr(request, "param", {})), device="cpu") as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def layer() -> Iterator[mm.MegaMoE]:
+    """One layer on a CPU; a module's tests share it."""
+    with mm.MegaMoEContext(make_config(), device="cpu") as context:
+        yield make_layer(context)
+
+
+@pytest.fixture(scope="module", params=[2, 4, 8])
+def pool(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RankPool]:
+    """2, 4 and 8 processes on the one GPU, one pool for the tests of a module."""
+    made = ranks_on_one_gpu(request.param, tmp_path_factory.mktemp("ranks"))
+    yield made
+    made.close()
 
 
 @pytest.fixture

@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch._inductor.output_code
 import torch._inductor.utils
+from blocks import Block, Routed, inputs_of
 from helpers import (
-    Inputs,
     assert_close,
     assert_same,
     make_config,
     make_layer,
     no_launch,
-    random_inputs,
     refuses,
 )
 from torch import Tensor, nn
@@ -29,43 +28,19 @@ from megamoe_compile.custom_ops import library
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
 
-@pytest.fixture(scope="module")
-def layer() -> Iterator[mm.MegaMoE]:
-    with mm.MegaMoEContext(make_config(), device="cpu") as context:
-        yield make_layer(context)
-
-
-class Block(nn.Module):
-    """Residual around the experts; routing comes from outside, so that results are bitwise."""
-
-    def __init__(self, experts: mm.MegaMoE) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return x + self.experts(x, topk_ids, topk_weights)
-
-
-class RoutedBlock(nn.Module):
+class RoutedBlock(Routed):
     """Router, softmax, top-k, experts and a dense shared expert."""
 
     def __init__(self, experts: mm.MegaMoE) -> None:
-        super().__init__()
-        self.router = nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
+        super().__init__(experts)
         self.shared = nn.Linear(128, 128, bias=False, dtype=torch.bfloat16)
-        self.experts = experts
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).float().softmax(-1).topk(2, dim=-1)
-        return x + self.experts(x, ids, weights) + torch.nn.functional.silu(self.shared(x))
+        return x + self.routed(x) + torch.nn.functional.silu(self.shared(x))
 
 
 def compiled_graphs() -> int:
     return int(counters["stats"]["unique_graphs"])
-
-
-def inputs_of(layer: mm.MegaMoE, tokens: int, seed: int = 0) -> Inputs:
-    return random_inputs(layer.context.config, tokens, seed=seed)
 
 
 # -- every way to compile -------------------------------------------------------------------------

@@ -14,13 +14,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import make_config
 from step_helpers import Ranks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe_compile as mm
-from benchmarks import expert_parallel, expert_parallel_check
+from benchmarks import expert_parallel, expert_parallel_check, timing
 from benchmarks.expert_parallel_check import Case, Experts, Findings
 from benchmarks.expert_parallel_paths import GatherChain
 from benchmarks.expert_parallel_paths import Ranks as Place
+from benchmarks.layer import Bench
 from benchmarks.timing import Timing
 from megamoe_compile.custom_ops.errors import BackendUnavailable
 from megamoe_compile.models.presets import PRESETS
@@ -150,7 +153,7 @@ def table(rank: int, world_size: int, out: str) -> None:
         patch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
         patch.setattr(torch.cuda.nccl, "version", lambda: (2, 28, 9))
         patch.setattr(expert_parallel, "copy_bandwidth", lambda: 1e12)
-        patch.setattr(expert_parallel, "environment", lambda commit: {"commit": commit})
+        patch.setattr(timing, "environment", lambda commit: {"commit": commit})
         patch.setattr(expert_parallel, "raw_calls", lambda bench: (lambda *a: 0, lambda *a: 0))
         patch.setattr(expert_parallel, "time_variants", stand_in_times)
         patch.setattr(expert_parallel, "triton_context", no_triton)
@@ -177,6 +180,14 @@ def test_table_takes_the_slowest_rank_and_names_what_is_left_out(
     if importlib.util.find_spec("matplotlib") is not None:
         assert (tmp_path / "ep2.png").stat().st_size > 1000
     assert "| tiny | 2 | 8 | 11 | 21 | 31 | - |" in (tmp_path / "ep2.md").read_text()
+
+
+def test_a_closed_bench_frees_its_weights() -> None:
+    config = make_config(hidden_size=256, intermediate_size=256)
+    bench = Bench.make(config, device="cpu", weight_sets=2)
+    weights = [StorageWeakRef(layer.w13.untyped_storage()) for layer in bench.layers]
+    bench.close()
+    assert len(weights) == 2 and all(weight.expired() for weight in weights)
 
 
 def test_bad_arguments_are_refused_before_anything_starts(

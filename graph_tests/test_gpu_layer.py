@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    GPU_SHAPE,
     Inputs,
     assert_close,
     assert_same,
@@ -33,14 +34,7 @@ from megamoe_compile.custom_ops.library import fused_moe
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SHAPE: dict[str, Any] = dict(
-    hidden_size=512,
-    intermediate_size=256,
-    num_experts=16,
-    top_k=4,
-    max_tokens_per_rank=384,
-    backend="deep_gemm",  # the mega kernel for every number of tokens
-)
+SHAPE = {**GPU_SHAPE, "backend": "deep_gemm"}  # the mega kernel for every number of tokens
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 

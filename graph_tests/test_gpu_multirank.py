@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +34,6 @@ from megamoe_compile.custom_ops.symmetric.memory import OVERLAP_VARIABLE
 pytestmark = [pytest.mark.gpu, pytest.mark.multirank, pytest.mark.timeout(420)]
 
 CAPACITY = 2048
-
-
-@pytest.fixture(scope="module", params=[2, 4, 8])
-def pool(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RankPool]:
-    made = ranks_on_one_gpu(request.param, tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
 
 
 def _layer() -> mm.MegaMoE:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Routed
 from helpers import (
     Inputs,
     assert_same,
@@ -317,18 +318,14 @@ def test_gradients_are_refused_in_a_compiled_layer_too(layer: mm.MegaMoE) -> Non
 # -- use inside a model ---------------------------------------------------------------------------
 
 
-class Block(nn.Module):
-    """Router, top-k, experts, residual."""
+class Block(Routed):
+    """Router, top-k, experts of its own, residual."""
 
     def __init__(self, context: mm.MegaMoEContext, seed: int = 0) -> None:
-        super().__init__()
-        self.router = nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
-        self.experts = make_layer(context, seed=seed)
+        super().__init__(make_layer(context, seed=seed))
 
     def forward(self, x: Tensor) -> Tensor:
-        scores = self.router(x).float().softmax(-1)
-        weights, ids = scores.topk(2, dim=-1)
-        return x + self.experts(x, ids, weights)
+        return x + self.routed(x)
 
 
 def test_parameters_and_buffers_of_a_model(layer: mm.MegaMoE) -> None:

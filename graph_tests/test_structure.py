@@ -39,6 +39,8 @@ ROOMS = (
     f"{LIBRARY}.parallel",
     f"{LIBRARY}.backends",
     f"{LIBRARY}.context",
+    f"{LIBRARY}.loading",
+    f"{LIBRARY}.tracing",
     f"{LIBRARY}.module",
     f"{LIBRARY}.capture",
     f"{LIBRARY}.engines",
@@ -48,7 +50,7 @@ ROOMS = (
 # These hold one engine or one command each, and only what is named may be imported by another.
 INNER = {
     f"{LIBRARY}.engines": ("seam", "transformers"),
-    f"{LIBRARY}.commands": ("environment", "plan", "doctor", "decode", "bench", "cli"),
+    f"{LIBRARY}.commands": ("arguments", "environment", "plan", "doctor", "decode", "bench", "cli"),
 }
 # The only files that may import these, at whatever level.
 OWNERS = {
@@ -207,6 +209,62 @@ def test_no_registry_keyed_by_identity() -> None:
                 assert not any(ast.unparse(key.func) == "id" for key in keys), (
                     f"{file}:{node.lineno}"
                 )
+
+
+# Factories that take the default dtype or the default device where it is not said. A process may
+# have set either, and transformers loads models under `torch.device("meta")`.
+FACTORIES = {
+    *("arange", "as_tensor", "asarray", "empty", "empty_permuted", "empty_strided", "eye", "full"),
+    *("linspace", "logspace", "ones", "rand", "randint", "randn", "randperm", "range"),
+    *("scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
+}
+
+
+def unsaid(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, text) of each use of a factory that leaves dtype or device to the defaults."""
+    calls = {
+        id(node.func): {keyword.arg for keyword in node.keywords}
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "torch":
+            if node.attr in FACTORIES and not {"dtype", "device"} <= calls.get(id(node), set()):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.where":
+            # Of two Python numbers it makes a tensor of the default dtype.
+            if isinstance(node.args[1], ast.Constant) and not isinstance(node.args[2], ast.Name):
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.ImportFrom) and node.module == "torch":
+            yield from ((node.lineno, a.name) for a in node.names if a.name in FACTORIES)
+
+
+def test_every_factory_says_its_dtype_and_device() -> None:
+    files = [*library_files(), *(ROOT / "benchmarks").rglob("*.py")]
+    wrong = [
+        f"{file.relative_to(ROOT)}:{line} {name}"
+        for file in files
+        for line, name in unsaid(ast.parse(file.read_text()))
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "text,count",
+    [
+        ("torch.zeros(3, dtype=d, device=e)", 0),
+        ("torch.zeros(3, dtype=d)", 1),
+        ("torch.zeros(3, device=e)", 1),
+        ("t.new_zeros(3), torch.zeros_like(t)", 0),
+        ("make = torch.empty", 1),
+        ("from torch import full", 1),
+        ("torch.where(mask, 0.0, float('-inf'))", 1),
+        ("torch.where(mask, 0.0, t)", 0),
+        ("from torch import Tensor", 0),
+    ],
+)
+def test_the_rule_of_factories(text: str, count: int) -> None:
+    assert len(list(unsaid(ast.parse(text)))) == count
 
 
 @pytest.mark.parametrize("part", MAX_LINES)

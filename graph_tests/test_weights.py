@@ -28,7 +28,7 @@ from megamoe_compile.custom_ops.reference.recipe import (
     dequantize_blocks,
     quantize_blocks,
 )
-from megamoe_compile.module import WEIGHT_NAMES
+from megamoe_compile.weights import WEIGHT_NAMES
 
 ONE_EXPERT = 3 * 128 * 128  # bytes of a small FP8 expert, scales left out
 
@@ -232,7 +232,7 @@ def test_the_measure_would_see_a_copy_of_the_whole_tensor(
         w13.copy_(torch.stack([weights_module.interleave_gate_up(expert) for expert in w13]))
         return weights_module.PreparedWeights(w13, w13_scale, w2, w2_scale)
 
-    monkeypatch.setattr("megamoe_compile.module.adopt", whole)
+    monkeypatch.setattr("megamoe_compile.loading.adopt", whole)
     layer = mm.MegaMoE(context)
     checkpoint = random_checkpoint(context.config)
     assert peak_of(lambda: layer.load_weights(*checkpoint)) >= 4 * 2 * 128 * 128 > ONE_EXPERT
@@ -403,7 +403,7 @@ def test_a_load_that_dies_midway_leaves_no_loaded_layer(
             raise MemoryError("no more")
         write(*args)
 
-    monkeypatch.setattr("megamoe_compile.module.write_expert", fail_at_third)
+    monkeypatch.setattr("megamoe_compile.loading.write_expert", fail_at_third)
     layer = mm.MegaMoE(context)
     with pytest.raises(MemoryError):
         layer.load_weights(*random_checkpoint(context.config, fp8=False))

@@ -1,6 +1,7 @@
 """MegaMoE, the fused expert-parallel FP8 MoE kernel of Hopper GPUs, as PyTorch ops."""
 
 from .backends.capability import Capability, probe
+from .capture.contexts import MegaMoEContexts
 from .capture.one_graph import compile_one_graph
 from .capture.report import BucketSummary
 from .capture.runner import GraphRunner
@@ -30,6 +31,7 @@ __all__ = [
     "MegaMoE",
     "MegaMoEConfig",
     "MegaMoEContext",
+    "MegaMoEContexts",
     "MegaMoEError",
     "NotWarmedUp",
     "StepPlan",

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any, Literal, TypeGuard, get_args
 
-from .errors import mismatch
+from .errors import is_int, mismatch
 from .models.presets import PRESETS
 
 Backend = Literal["auto", "deep_gemm", "triton", "reference"]
@@ -62,8 +62,8 @@ class MegaMoEConfig:
             "top_k",
             "max_tokens_per_rank",
         ):
-            self._require(name, "a positive int", _is_int(getattr(self, name), 1))
-        self._require("num_shared_experts", "an int >= 0", _is_int(self.num_shared_experts, 0))
+            self._make_int(name, "a positive int", 1)
+        self._make_int("num_shared_experts", "an int >= 0", 0)
         self._require(
             "hidden_size",
             f"a multiple of {BLOCK}",
@@ -107,6 +107,11 @@ class MegaMoEConfig:
         self._require(
             "over_capacity", get_args(OverCapacity), self.over_capacity in get_args(OverCapacity)
         )
+
+    def _make_int(self, name: str, expected: str, least: int) -> None:
+        value = getattr(self, name)
+        self._require(name, expected, is_int(value) and value >= least)
+        object.__setattr__(self, name, int(value))  # a numpy integer is none for a kernel
 
     def _require(
         self, name: str, expected: object, holds: bool, cure: str = "Change the argument."
@@ -160,10 +165,6 @@ class MegaMoEConfig:
 
         shape = moe_shape(source if not isinstance(source, str | Path) else Path(source))
         return cls(**{**shape, "max_tokens_per_rank": max_tokens_per_rank, **changes})
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
 def _is_finite(value: object) -> TypeGuard[int | float]:

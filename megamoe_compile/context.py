@@ -24,6 +24,7 @@ from .errors import (
     CapacityError,
     ContextClosed,
     MegaMoEError,
+    as_int,
     mismatch,
 )
 from .parallel.step_plan import StepPlan
@@ -56,6 +57,7 @@ class MegaMoEContext:
         paths: number of tokens to "deep_gemm" or "small_batch", for a context with both paths
             (backend="auto" on one rank of an SM90 GPU). A bucket named here is not measured; calls
             of fewer tokens, down to the next bucket that is decided, go with it.
+        num_valid: that of another context whose layers run in the same steps; see MegaMoEContexts.
 
     Attributes:
         backend: name of the backend, the same on all ranks. reason: why this one, and whether
@@ -79,6 +81,7 @@ class MegaMoEContext:
         *,
         num_sms: int | None = None,
         paths: Mapping[int, PathName] | None = None,
+        num_valid: torch.Tensor | None = None,
     ) -> None:
         self.config = config
         if group is not None and dist.get_rank(group) < 0:
@@ -94,6 +97,8 @@ class MegaMoEContext:
         self.rank = 0 if self.group is None else dist.get_rank(self.group)
         self.world_size = 1 if self.group is None else dist.get_world_size(self.group)
         self.device = _device(device)
+        if num_valid is not None:
+            _check_num_valid(num_valid, self.device)
         pins = {} if paths is None else paths
         capability = self._agree(pins)
         assert capability.backend is not None
@@ -111,7 +116,9 @@ class MegaMoEContext:
         # them. Static addresses, or reduce-overhead would skip its graphs "due to mutated inputs".
         with torch.inference_mode(False):
             self.launch_count = torch.zeros(1, dtype=torch.int32, device=self.device)
-            self.num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
+            if num_valid is None:
+                num_valid = torch.full((1,), ALL_VALID, dtype=torch.int32, device=self.device)
+            self.num_valid = num_valid
             made = make_runtime(
                 self.backend, config, self.device, self.group, num_sms, self._step_rows
             )
@@ -131,6 +138,10 @@ class MegaMoEContext:
             self._runtime.native,
             expert_bias=geometry.expert_bias,
         )
+        # The id as a size, [context_id, 0]. A compiled graph would have an int inside and be one
+        # per context; a size that is marked dynamic it takes anew in each call.
+        self.handle = torch.empty(self.context_id, 0, dtype=torch.int8, device=self.device)
+        torch._dynamo.mark_dynamic(self.handle, 0)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 
@@ -170,9 +181,18 @@ class MegaMoEContext:
         return self._runtime is None
 
     @property
+    def max_tokens_per_rank(self) -> int:
+        """The capacity, of the config."""
+        return self.config.max_tokens_per_rank
+
+    @property
     def layers(self) -> list[ExpertWeights]:
         """The live layers of this context, in the order they were made."""
         return sorted(self._layers, key=lambda layer: layer.index)
+
+    def named_layers(self) -> dict[str, ExpertWeights]:
+        """The live layers by the name that messages call them."""
+        return {f"MegaMoE[{layer.index}]": layer for layer in self.layers}
 
     def add_layer(self, layer: ExpertWeights) -> int:
         """Called by a new layer; returns its index."""
@@ -208,6 +228,7 @@ class MegaMoEContext:
         """
         self.check_open()
         assert self._runtime is not None
+        buckets = [as_int("buckets of warmup", count) for count in buckets]
         if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise MegaMoEError(
                 mismatch("warmup", "a call outside of captures", "one inside", "Call it before.")
@@ -324,6 +345,7 @@ class MegaMoEContext:
 
         The backend, or "small_batch" where that path was faster.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return self.backend if self._choice is None else self._choice.path_for(num_tokens)
 
     def intermediate_group_for(self, num_tokens: int) -> int:
@@ -332,6 +354,7 @@ class MegaMoEContext:
         It is what separates the numbers of one path or backend from another's.
         """
         self.check_open()
+        num_tokens = as_int("num_tokens", num_tokens)
         runtime = self._runtime
         assert runtime is not None
         if isinstance(runtime, MeasuredRuntime):
@@ -343,6 +366,7 @@ class MegaMoEContext:
 
         None where there is one path only, and where no bucket that holds it is decided yet.
         """
+        num_tokens = as_int("num_tokens", num_tokens)
         return None if self._choice is None else self._choice.decision_for(num_tokens)
 
     @property
@@ -405,3 +429,16 @@ def _device(device: torch.device | str | None) -> torch.device:
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def _check_num_valid(num_valid: torch.Tensor, device: torch.device) -> None:
+    got = f"{num_valid.dtype} {list(num_valid.shape)} on {num_valid.device}"
+    if got != f"{torch.int32} [1] on {device}":
+        raise ValueError(
+            mismatch(
+                "num_valid of the context",
+                f"{torch.int32} [1] on {device}",
+                got,
+                "Pass the num_valid of another context of this device.",
+            )
+        )

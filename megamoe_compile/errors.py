@@ -6,6 +6,8 @@ from .custom_ops.errors import (
     ContextClosed,
     MegaMoEError,
     NotWarmedUp,
+    as_int,
+    is_int,
     mismatch,
     require,
 )
@@ -16,6 +18,8 @@ __all__ = [
     "ContextClosed",
     "MegaMoEError",
     "NotWarmedUp",
+    "as_int",
+    "is_int",
     "mismatch",
     "require",
 ]

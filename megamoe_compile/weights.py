@@ -10,13 +10,19 @@ that need no padding and hold exactly this rank's experts are taken over and rea
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from .config import BLOCK, MegaMoEConfig
 from .custom_ops.call import Weights
-from .custom_ops.reference.recipe import FP8, interleave_gate_up, quantize_blocks
+from .custom_ops.reference.recipe import (
+    FP8,
+    deinterleave_gate_up,
+    interleave_gate_up,
+    quantize_blocks,
+)
 from .errors import mismatch
 
 WEIGHT_NAMES = ("w13", "w13_scale", "w2", "w2_scale")
@@ -63,6 +69,11 @@ class WeightGeometry:
         )
 
     @property
+    def local_experts(self) -> range:
+        """Global indices of this rank's routed experts."""
+        return range(self.first_expert, self.first_expert + self.num_local_experts)
+
+    @property
     def num_rows(self) -> int:
         """Experts that stand in the prepared tensors: the local routed ones, then the shared."""
         return self.num_local_experts + self.num_shared_experts
@@ -78,20 +89,30 @@ class WeightGeometry:
 class PreparedWeights(Weights):
     """One rank's weights in the layout above."""
 
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Those that there are, by name."""
+        for name, tensor in zip(self._fields, self, strict=True):
+            if tensor is not None:
+                yield name, tensor
+
     @classmethod
     def allocate(cls, geometry: WeightGeometry) -> PreparedWeights:
         """Zero weights with scales of one: an expert that is not written computes exact zeros."""
         e, h, i = geometry.num_rows, geometry.hidden_size, geometry.padded_intermediate_size
         device = geometry.device
+
+        def fp8(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=FP8, device=device)
+
+        def fp32(value: float, *shape: int) -> Tensor:
+            return torch.full(shape, value, dtype=torch.float32, device=device)
+
         return cls(
-            torch.zeros(e, 2 * i, h, dtype=FP8, device=device),
-            torch.ones(e, 2 * i // BLOCK, h // BLOCK, device=device),
-            torch.zeros(e, h, i, dtype=FP8, device=device),
-            torch.ones(e, h // BLOCK, i // BLOCK, device=device),
-            *(
-                torch.zeros(e, n, device=device) if geometry.expert_bias else None
-                for n in (2 * i, h)
-            ),
+            fp8(e, 2 * i, h),
+            fp32(1.0, e, 2 * i // BLOCK, h // BLOCK),
+            fp8(e, h, i),
+            fp32(1.0, e, h // BLOCK, i // BLOCK),
+            *(fp32(0.0, e, n) if geometry.expert_bias else None for n in (2 * i, h)),
         )
 
 
@@ -138,11 +159,18 @@ def check_checkpoint(
     w2_scale: Tensor | None,
     w13_bias: Tensor | None = None,
     w2_bias: Tensor | None = None,
+    *,
+    expert: int | None = None,
+    validate: bool = False,
 ) -> None:
     """Raise a ValueError for the first thing that is wrong; nothing has been written by then.
 
+    Scales and biases must be finite, which waits for the device once for each of them.
+
     Args:
         experts: the numbers of experts that may stand in dimension 0.
+        expert: global id of the only expert; default: all experts, or those of this rank.
+        validate: weights must be finite too.
     """
     h, i = geometry.hidden_size, geometry.intermediate_size
     layout = "w13 is [E, 2I, H] with gate before up, w2 is [E, H, I], both row-major."
@@ -176,6 +204,52 @@ def check_checkpoint(
         _check_scale(name, scale, w)
     for name, bias, n in (("w13_bias", w13_bias, 2 * i), ("w2_bias", w2_bias, h)):
         _check_bias(name, bias, [w13.shape[0], n] if geometry.expert_bias else None)
+    if expert is None:
+        expert = 0 if w13.shape[0] == geometry.num_experts else geometry.first_expert
+
+    def place(at: list[int]) -> str:
+        return f" of expert {expert + at[0]}" + (f", block {at[1:]}" if at[1:] else "")
+
+    for name, scale in (("w13_scale", w13_scale), ("w2_scale", w2_scale)):
+        if scale is not None:
+            check_scale_values(name, scale, place)
+    for name, bias in (("w13_bias", w13_bias), ("w2_bias", w2_bias)):
+        if bias is not None:
+            bad_rows = (~bias.isfinite()).any(dim=1)
+            _refuse_values(name, None, bad_rows, "finite numbers", place)
+    for name, w in (("w13", w13), ("w2", w2)) if validate else ():
+        bad = [_not_finite(rows).any() for rows in w]  # one expert of memory, and one wait
+        _refuse_values(name, None, torch.stack(bad), "finite weights", place)
+
+
+def check_scale_values(name: str, scale: Tensor, place: Callable[[list[int]], str]) -> None:
+    """Refuse scales that are negative or not finite; a block of zeros may have the scale 0.
+
+    Args:
+        place: words for an index, of the message.
+    """
+    values = scale.float()  # isfinite knows no e8m0
+    bad = ~(values.isfinite() & (values >= 0))
+    _refuse_values(name, values, bad, "a finite number, at least 0", place)
+
+
+def _refuse_values(
+    name: str,
+    values: Tensor | None,
+    bad: Tensor,
+    expected: str,
+    place: Callable[[list[int]], str],
+) -> None:
+    if bool(bad.any()):
+        at = [int(index) for index in bad.nonzero()[0]]
+        got = "NaN or infinity" if values is None else float(values[tuple(at)])
+        raise ValueError(mismatch(name + place(at), expected, got, "Mend the checkpoint."))
+
+
+def _not_finite(w: Tensor) -> Tensor:
+    if w.dtype == FP8:  # e4m3 has two NaNs and no infinity
+        return (w.view(torch.uint8) & 0x7F) == 0x7F
+    return ~w.isfinite()
 
 
 def _check_device(name: str, t: Tensor) -> None:
@@ -312,13 +386,39 @@ def adopt(
     w13_scale, w2_scale = (
         _normal(scale.to(w13.device, torch.float32).contiguous()) for scale in (w13_scale, w2_scale)
     )
-    for expert in w13:
-        expert.copy_(interleave_gate_up(expert))
+    for done, expert in enumerate(w13):
+        try:
+            expert.copy_(interleave_gate_up(expert))
+        except BaseException:  # another load of the same tensors must find them as they were
+            for rearranged in w13[:done]:
+                rearranged.copy_(deinterleave_gate_up(rearranged))
+            raise
     if w13_bias is not None and w2_bias is not None:  # small: these are copied
         rows = torch.stack([interleave_gate_up(bias[:, None])[:, 0] for bias in w13_bias])
         w13_bias = _normal(rows.to(w13.device, torch.float32))
         w2_bias = _normal(w2_bias.to(w13.device, torch.float32, copy=True))
     return PreparedWeights(w13, w13_scale, w2, w2_scale, w13_bias, w2_bias)
+
+
+def overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors may share an element: their first and last bytes span one another."""
+    (a_first, a_last), (b_first, b_last) = _span(a), _span(b)
+    return a.device == b.device and a_first < b_last and b_first < a_last
+
+
+def _span(t: Tensor) -> tuple[int, int]:
+    length = 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return t.data_ptr(), t.data_ptr() + length * t.element_size()
+
+
+def same_place(source: Tensor, first: int, own: Tensor) -> bool:
+    """Whether expert first + n of source stands where row n of own does, or nowhere in own."""
+    return not overlap(source, own) or (
+        source[first].data_ptr() == own.data_ptr()
+        and source.dtype == own.dtype
+        and source.shape[1:] == own.shape[1:]
+        and source.stride() == own.stride()
+    )
 
 
 def _normal(t: Tensor) -> Tensor:

@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "library.cuh"
+
 namespace {
 
 constexpr int kThreads = 256;
@@ -60,31 +62,26 @@ const void* kernel_of(int unit_bytes) {
     }
 }
 
-// CUDA 13 has the data of edges in all of these calls; before, only in those named _v2. None is
-// asked for: then an edge with data, such as a programmatic one, is the error cudaErrorLossyQuery.
-cudaError_t dependencies(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
+// CUDA 13 has the data of edges before the count in all of these calls; before, only in those named
+// _v2. None is asked for: then an edge with data, such as a programmatic one, is the error
+// cudaErrorLossyQuery.
 #if CUDART_VERSION >= 13000
-    return cudaGraphNodeGetDependencies(node, found, nullptr, count);
+#define MEGAMOE_EDGES(count) nullptr, count
 #else
-    return cudaGraphNodeGetDependencies(node, found, count);
+#define MEGAMOE_EDGES(count) count
 #endif
+
+cudaError_t dependencies(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
+    return cudaGraphNodeGetDependencies(node, found, MEGAMOE_EDGES(count));
 }
 
 cudaError_t dependents(cudaGraphNode_t node, cudaGraphNode_t* found, size_t* count) {
-#if CUDART_VERSION >= 13000
-    return cudaGraphNodeGetDependentNodes(node, found, nullptr, count);
-#else
-    return cudaGraphNodeGetDependentNodes(node, found, count);
-#endif
+    return cudaGraphNodeGetDependentNodes(node, found, MEGAMOE_EDGES(count));
 }
 
 cudaError_t add_edges(cudaGraph_t graph, const std::vector<cudaGraphNode_t>& from,
                       const std::vector<cudaGraphNode_t>& to) {
-#if CUDART_VERSION >= 13000
-    return cudaGraphAddDependencies(graph, from.data(), to.data(), nullptr, from.size());
-#else
-    return cudaGraphAddDependencies(graph, from.data(), to.data(), from.size());
-#endif
+    return cudaGraphAddDependencies(graph, from.data(), to.data(), MEGAMOE_EDGES(from.size()));
 }
 
 using Neighbours = cudaError_t (*)(cudaGraphNode_t, cudaGraphNode_t*, size_t*);
@@ -175,21 +172,11 @@ cudaError_t replace_all(cudaGraph_t graph, int32_t* replaced) {
 
 extern "C" {
 
-const char* megamoe_graph_fills_error_string(int error) {
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}
-
-// Loads the kernels onto the current device, so that no capture has to: loading a module while
-// another rank's kernel spins would deadlock.
-int megamoe_graph_fills_prepare() {
-    for (int unit_bytes : {1, 2, 4, 16}) {
-        cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel_of(unit_bytes));
-        if (error == cudaSuccess) continue;
-        cudaGetLastError();  // the caller has it; leave none behind
-        return error;
-    }
-    return cudaSuccess;
+int megamoe_prepare(const void*) {
+    cudaError_t error = cudaSuccess;
+    for (int unit_bytes : {1, 2, 4, 16})
+        if (error == cudaSuccess) error = library::load(kernel_of(unit_bytes));
+    return library::returned(error);
 }
 
 // Replaces the memset nodes of `graph`, a cudaGraph_t, that fill memory of the current device, and
@@ -197,9 +184,7 @@ int megamoe_graph_fills_prepare() {
 // use.
 int megamoe_graph_fills(void* graph, int32_t* replaced) {
     *replaced = 0;
-    const cudaError_t error = replace_all(static_cast<cudaGraph_t>(graph), replaced);
-    if (error != cudaSuccess) cudaGetLastError();
-    return error;
+    return library::returned(replace_all(static_cast<cudaGraph_t>(graph), replaced));
 }
 
 }  // extern "C"

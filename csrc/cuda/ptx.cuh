@@ -1,6 +1,6 @@
 // The PTX that small_batch.cu needs, one function per instruction. Nothing else in the kernel is
 // assembly, so that a test can put functions with the same names in their place and run the kernel
-// on a CPU (graph_tests/cpu_gpu.hpp).
+// on a CPU (graph_tests/support/cpu_gpu.hpp).
 
 #ifndef MEGAMOE_PTX_CUH
 #define MEGAMOE_PTX_CUH
@@ -145,26 +145,20 @@ __device__ __forceinline__ void add_release(int* at, int value) {
 }
 
 // Adds one, or goes back to 0 from `last`; returns the old value.
-__device__ __forceinline__ int count_up(int* at, int last) {
-    int old;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(old)
-                 : "l"(at), "r"(last)
-                 : "memory");
-    return old;
-}
+#define MEGAMOE_COUNT(name, order)                                     \
+    __device__ __forceinline__ int name(int* at, int last) {           \
+        int old;                                                       \
+        asm volatile("atom." order ".gpu.global.inc.u32 %0, [%1], %2;" \
+                     : "=r"(old)                                       \
+                     : "l"(at), "r"(last)                              \
+                     : "memory");                                      \
+        return old;                                                    \
+    }
+MEGAMOE_COUNT(count_up, "acq_rel")
+MEGAMOE_COUNT(take_next, "relaxed")  // a mere count, which orders nothing
+#undef MEGAMOE_COUNT
 
-// The same as a mere count, which orders nothing.
-__device__ __forceinline__ int take_next(int* at, int last) {
-    int old;
-    asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(old)
-                 : "l"(at), "r"(last)
-                 : "memory");
-    return old;
-}
-
-// The same, and nobody waits for the old value.
+// The same as `take_next`, and nobody waits for the old value.
 __device__ __forceinline__ void check_off(int* at, int last) {
     asm volatile("red.relaxed.gpu.global.inc.u32 [%0], %1;" ::"l"(at), "r"(last) : "memory");
 }
@@ -209,6 +203,12 @@ template <int kCount>
 __device__ __forceinline__ void hold(float (&d)[kCount]) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+template <typename T, int kOuter, int kCount>
+__device__ __forceinline__ void hold(T (&d)[kOuter][kCount]) {
+#pragma unroll
+    for (int i = 0; i < kOuter; ++i) hold(d[i]);
 }
 
 // d [64 x columns] (+)= a [64 x 32] b [columns x 32]^T, both e4m3 rows of 128 bytes of which byte

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "library.cuh"
+
 namespace {
 
 constexpr int kMaxRanges = 16;
@@ -69,18 +71,8 @@ __global__ void __launch_bounds__(kThreads)
 
 extern "C" {
 
-const char* megamoe_replay_copy_error_string(int error) {
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}
-
-// Loads the kernel onto the current device, so that no replay has to: loading a module while
-// another rank's kernel spins would deadlock.
-int megamoe_replay_copy_prepare() {
-    cudaFuncAttributes attributes;
-    const cudaError_t error =
-        cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(replay_copy_kernel));
-    if (error != cudaSuccess) cudaGetLastError();  // the caller has it; leave none behind
-    return error;
+int megamoe_prepare(const void*) {
+    return library::returned(library::load(reinterpret_cast<const void*>(replay_copy_kernel)));
 }
 
 // One launch on `stream` of the current device. Returns a cudaError_t.
@@ -94,11 +86,9 @@ int megamoe_replay_copy(const MegaMoEReplayCopy* copy, void* stream) {
     const dim3 grid(static_cast<unsigned>(blocks < kMaxBlocks ? blocks : kMaxBlocks),
                     static_cast<unsigned>(copy->count > 0 ? copy->count : 1));
     void* parameters[] = {const_cast<MegaMoEReplayCopy*>(copy)};
-    const cudaError_t error =
-        cudaLaunchKernel(reinterpret_cast<const void*>(replay_copy_kernel), grid, kThreads,
-                         parameters, 0, static_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) cudaGetLastError();
-    return error;
+    return library::returned(cudaLaunchKernel(reinterpret_cast<const void*>(replay_copy_kernel),
+                                              grid, kThreads, parameters, 0,
+                                              static_cast<cudaStream_t>(stream)));
 }
 
 }  // extern "C"

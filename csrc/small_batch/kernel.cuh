@@ -10,10 +10,12 @@ namespace small_batch {
 // What one instance of the kernel is compiled for: columns of a product, and the 128-column slabs
 // of weights in one stage of the ring. Where x is resident, GEMM 1 multiplies by all tokens of the
 // batch, at most kTokens, from shared memory; else by one chunk of pairs, whose rows come with the
-// weights, as they do in GEMM 2.
-template <int kTokens_, int kColumns_, int kSlabs_>
+// weights, as they do in GEMM 2. The general flavour has alpha and beta of SwiGLU, and biases; the
+// other has no instruction for them.
+template <int kTokens_, int kColumns_, int kSlabs_, bool kGeneral_>
 struct Shape {
     static constexpr int kTokens = kTokens_, kColumns = kColumns_, kSlabs = kSlabs_;
+    static constexpr bool kGeneral = kGeneral_;
     static constexpr bool kResident = kTokens > 0;
     static constexpr int kUpColumns = kResident ? kTokens : kColumns;
     static constexpr int kParts = kBlock / kFine;
@@ -429,6 +431,17 @@ __device__ __forceinline__ int uniform(int value) { return __shfl_sync(0xfffffff
 
 // -- the products --------------------------------------------------------------------------------
 
+// Waits for the products of a stage, and gives its slot back.
+template <typename S, typename Products>
+__device__ __forceinline__ void leave_stage(const Ring<S>& ring, Place& place, int slot,
+                                            Products& products) {
+    ptx::multiply_wait();
+    ptx::hold(products);
+    __syncwarp();  // all lanes have read the scales
+    if (lane_index() == 0) ptx::arrive(ring.empty + slot);
+    place.next(ring.args.stages);
+}
+
 // total [64 x columns] of one unit of GEMM 1. A product of 128 columns has one scale.
 template <typename S>
 __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
@@ -468,12 +481,7 @@ __device__ __forceinline__ void multiply_up(const Args& args, Place& place,
                 gate_scale[s][j] = make_float2(gate * of_row.x, gate * of_row.y);
                 up_scale[s][j] = make_float2(up * of_row.x, up * of_row.y);
             }
-        ptx::multiply_wait();
-#pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s) ptx::hold(part[s]);
-        __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
-        place.next(args.stages);
+        leave_stage(ring, place, slot, part);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
@@ -525,14 +533,7 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
                     scale[s][k][j] = make_float2(of_weights * two.x, of_weights * two.y);
                 }
         }
-        ptx::multiply_wait();
-#pragma unroll
-        for (int s = 0; s < S::kSlabs; ++s)
-#pragma unroll
-            for (int k = 0; k < kParts; ++k) ptx::hold(part[s][k]);
-        __syncwarp();  // all lanes have read the scales
-        if (lane_index() == 0) ptx::arrive(ring.empty + slot);
-        place.next(args.stages);
+        leave_stage(ring, place, slot, part);
 #pragma unroll
         for (int s = 0; s < S::kSlabs; ++s)
 #pragma unroll
@@ -547,10 +548,31 @@ __device__ __forceinline__ void multiply_down(const Args& args, Place& place,
     }
 }
 
-__device__ __forceinline__ float swiglu(float gate, float up, float limit) {
+// Biases of the two weight rows of a unit of which a thread has results (see ptx::multiply); zeros
+// where there are none. Asked for before the products, which take longer than the load.
+template <typename S>
+__device__ __forceinline__ float2 load_biases(const Args& args, const Tables& tables,
+                                              const Work<S>& work, int number) {
+    const float* biases = work.down(number) ? args.w2_bias : args.w13_bias;
+    if (!biases) return make_float2(0.0f, 0.0f);
+    const Unit unit = work(number, tables);
+    const int tiles = unit.down ? work.tiles2 : work.tiles1;
+    const int64_t tile = int64_t{tables.expert_of[unit.rank]} * tiles + unit.tile;
+    biases += tile * kTileRows + warp_index() % 4 * 16 + lane_index() / 4;
+    return make_float2(__ldcg(biases), __ldcg(biases + 8));
+}
+
+// gate sigmoid(alpha gate) (up + beta), of what was clamped; alpha is 1 and beta 0 in the plain
+// flavour.
+template <bool kGeneral>
+__device__ __forceinline__ float swiglu(const Args& args, float gate, float up) {
+    const float limit = args.swiglu_limit;
     gate = gate > limit ? limit : gate;
     up = up > limit ? limit : up < -limit ? -limit : up;
-    return gate / (1.0f + __expf(-gate)) * up;
+    if constexpr (kGeneral)
+        return gate / (1.0f + __expf(-args.swiglu_alpha * gate)) * (up + args.swiglu_beta);
+    else
+        return gate / (1.0f + __expf(-gate)) * up;
 }
 
 }  // namespace small_batch

@@ -25,6 +25,8 @@ struct MegaMoESmallBatchConfig {
     int32_t num_experts;               // valid ids are below it
     int32_t first_expert, num_routed;  // this rank's routed experts
     float swiglu_limit;                // infinity: no clamp
+    float swiglu_alpha, swiglu_beta;
+    int32_t expert_bias;  // whether every call has biases; else none has
     float routed_scaling_factor;
     int32_t num_sms;                 // blocks; all of them run at once
     int32_t pdl;                     // launch with programmatic stream serialization

@@ -80,6 +80,10 @@ struct Args {
     int hidden, intermediate;
     int stages, window1, window2;  // of the ring; under way at a time, of w13 and of w2
     Layout at;
+    // Of the general flavour. Last, so that the rest stands where it stood.
+    const float* w13_bias;  // [num_local, 2 * intermediate] in the order of w13's rows, or null
+    const float* w2_bias;   // [num_local, hidden], or null
+    float swiglu_alpha, swiglu_beta;
 };
 
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }

@@ -30,6 +30,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "../cuda/library.cuh"
 #include "kernel.cuh"
 #include "plan.cuh"
 
@@ -46,6 +47,7 @@ __device__ __forceinline__ void group_barrier() {
 // Results of one unit of GEMM 1 -> SwiGLU, routing weight, e4m3, for each of its pairs.
 template <typename S>
 __device__ __forceinline__ void write_rows(const Args& args, const Tables& tables, const Unit& unit,
+                                           const float2& biases,
                                            const float (&total)[S::kUpColumns / 2]) {
     const int lane = lane_index(), warp = warp_index() % 4;
     float* results =
@@ -55,8 +57,13 @@ __device__ __forceinline__ void write_rows(const Args& args, const Tables& table
 #pragma unroll
         for (int i = 0; i < 2; ++i) {  // row g of the tile is a gate row, row g + 8 its up row
             const int column = 8 * j + lane % 4 * 2 + i;
+            float gate = total[4 * j + i], up = total[4 * j + 2 + i];
+            if constexpr (S::kGeneral) {
+                gate += biases.x;
+                up += biases.y;
+            }
             results[column * S::kRowStride + warp * 8 + lane / 4] =
-                swiglu(total[4 * j + i], total[4 * j + 2 + i], args.swiglu_limit);
+                swiglu<S::kGeneral>(args, gate, up);
         }
     group_barrier();
     int low = tables.first[unit.rank], count = tables.first[unit.rank + 1] - low;
@@ -149,6 +156,7 @@ __device__ __forceinline__ void combine(const Args& args, const Tables& tables, 
 template <typename S>
 __device__ __forceinline__ void write_results(const Args& args, const Tables& tables,
                                               const Unit& unit, const Active& active,
+                                              const float2& biases,
                                               const float (&total)[S::kColumns / 2]) {
     const int lane = lane_index(), warp = warp_index() % 4;
     const int low =
@@ -162,8 +170,14 @@ __device__ __forceinline__ void write_results(const Args& args, const Tables& ta
             if (pair >= count) continue;
             __nv_bfloat16* to = args.results + int64_t{low + pair} * args.hidden +
                                 unit.tile * kTileRows + warp * 16 + lane / 4;
-            to[0] = __float2bfloat16_rn(total[4 * j + i]);
-            to[8] = __float2bfloat16_rn(total[4 * j + 2 + i]);
+            float upper = total[4 * j + i], lower = total[4 * j + 2 + i];
+            if constexpr (S::kGeneral) {
+                const float weight = tables.weight_of[low + pair];
+                upper += weight * biases.x;
+                lower += weight * biases.y;
+            }
+            to[0] = __float2bfloat16_rn(upper);
+            to[8] = __float2bfloat16_rn(lower);
         }
     group_barrier();
     static_assert(kGroups * sizeof(int) <= kThreads / 32 * 8, "flags in the place of the scan");
@@ -273,16 +287,18 @@ __global__ void __launch_bounds__(kThreads, 1)
             ptx::group_arrive(kTurn + after, kPair);
             return;
         }
+        float2 biases;  // of the general flavour
+        if constexpr (S::kGeneral) biases = load_biases(args, tables, work, number);
         if (work.down(number)) {
             float total[S::kColumns / 2];
             multiply_down<S>(args, place, total);
             ptx::group_arrive(kTurn + after, kPair);
-            write_results<S>(args, tables, work(number, tables), active, total);
+            write_results<S>(args, tables, work(number, tables), active, biases, total);
         } else {
             float total[S::kUpColumns / 2];
             multiply_up<S>(args, place, total);
             ptx::group_arrive(kTurn + after, kPair);
-            write_rows<S>(args, tables, work(number, tables), total);
+            write_rows<S>(args, tables, work(number, tables), biases, total);
         }
     }
 }
@@ -293,13 +309,19 @@ using Kernel = void (*)(Args, CUtensorMap, CUtensorMap);
 
 struct Variant {
     int tokens, columns, slabs;  // tokens: 0 where x is not resident
-    Kernel kernel;
+    Kernel plain, general;
+
+    Kernel kernel(const MegaMoESmallBatchConfig& config) const {
+        const bool is_plain = config.swiglu_alpha == 1.0f && config.swiglu_beta == 0.0f;
+        return is_plain && !config.expert_bias ? plain : general;
+    }
 };
 
 // The first that fits is taken. Columns are at most MAX_COLUMNS of
 // custom_ops/small_batch/kernel.py, which has room for images of so many rows.
-#define MEGAMOE_VARIANT(tokens, columns, slabs) \
-    {tokens, columns, slabs, small_batch_kernel<Shape<tokens, columns, slabs>>}
+#define MEGAMOE_VARIANT(tokens, columns, slabs)                                        \
+    {tokens, columns, slabs, small_batch_kernel<Shape<tokens, columns, slabs, false>>, \
+     small_batch_kernel<Shape<tokens, columns, slabs, true>>}
 const Variant kVariants[] = {
     MEGAMOE_VARIANT(8, 8, 2),   MEGAMOE_VARIANT(8, 8, 1),  MEGAMOE_VARIANT(16, 16, 2),
     MEGAMOE_VARIANT(16, 16, 1), MEGAMOE_VARIANT(0, 8, 2),  MEGAMOE_VARIANT(0, 8, 1),
@@ -340,13 +362,9 @@ inline const Variant* choose(const MegaMoESmallBatchConfig& config, int tokens, 
 
 extern "C" {
 
-const char* megamoe_error_string(int error) {
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}
-
-// Checks `config`, loads every kernel onto the current device, lets it use all shared memory, and
-// sets config->max_tokens: the most tokens of one launch, 0 if none fits.
-int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
+// Checks `config`, loads every kernel of its flavour onto the current device, lets it use all
+// shared memory, and sets config->max_tokens: the most tokens of one launch, 0 if none fits.
+int megamoe_prepare(MegaMoESmallBatchConfig* config) {
     using namespace small_batch;
     const int local = config->num_routed + config->num_shared;
     const int slots = config->top_k + config->num_shared;
@@ -354,16 +372,13 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
     if (config->hidden_size % kBlock != 0 || config->intermediate_size % kBlock != 0 ||
         config->hidden_size < kBlock || config->intermediate_size < kBlock || config->top_k < 1 ||
         config->num_shared < 0 || config->num_experts < 1 || local < 1 || local > kMaxExperts ||
-        config->num_sms < 1)
+        config->num_sms < 1 || !(config->swiglu_alpha > 0.0f))
         return cudaErrorInvalidValue;
     for (const Variant& variant : kVariants) {
         const cudaError_t error =
-            cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel),
+            cudaFuncSetAttribute(reinterpret_cast<const void*>(variant.kernel(*config)),
                                  cudaFuncAttributeMaxDynamicSharedMemorySize, kMaxShared);
-        if (error != cudaSuccess) {
-            cudaGetLastError();  // the caller has it
-            return error;
-        }
+        if (error != cudaSuccess) return library::returned(error);
     }
     // Every number of tokens up to it must fit.
     for (int tokens = 1; tokens * slots <= kMaxPairs; ++tokens) {
@@ -375,16 +390,18 @@ int megamoe_small_batch_prepare(MegaMoESmallBatchConfig* config) {
 }
 
 // The layer on `stream` of the current device. x: bf16 rows; strides in elements. `dtypes`: bit 1
-// for int64 ids, bit 0 for bf16 weights. launch_count grows by one, also where num_tokens is 0.
-// Returns a cudaError_t.
+// for int64 ids, bit 0 for bf16 weights. w13_bias, w2_bias: both where config->expert_bias, else
+// null. launch_count grows by one, also where num_tokens is 0. Returns a cudaError_t.
 int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, int64_t x_stride,
                         const void* ids, int64_t ids_stride, const void* weights,
                         int64_t weights_stride, const void* num_valid, void* launch_count,
                         const void* w13, const void* w13_scale, const void* w2,
-                        const void* w2_scale, void* y, int32_t num_tokens, int32_t dtypes,
-                        void* stream) {
+                        const void* w2_scale, const void* w13_bias, const void* w2_bias, void* y,
+                        int32_t num_tokens, int32_t dtypes, void* stream) {
     using namespace small_batch;
-    if (num_tokens < 0 || num_tokens > config->max_tokens || dtypes < 0 || dtypes > 3)
+    const bool has_bias = config->expert_bias != 0;
+    if (num_tokens < 0 || num_tokens > config->max_tokens || dtypes < 0 || dtypes > 3 ||
+        has_bias != (w13_bias != nullptr) || has_bias != (w2_bias != nullptr))
         return cudaErrorInvalidValue;
     Args args = {};
     const Variant* chosen = choose(*config, num_tokens, args);
@@ -400,6 +417,8 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     args.invalid_count = config->invalid_count;
     args.w13_scale = static_cast<const float*>(w13_scale);
     args.w2_scale = static_cast<const float*>(w2_scale);
+    args.w13_bias = static_cast<const float*>(w13_bias);
+    args.w2_bias = static_cast<const float*>(w2_bias);
     args.x_rows = config->x_rows;
     args.rows = config->rows;
     args.x_row_scale = config->x_row_scale;
@@ -413,6 +432,8 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     args.aligned_x =
         reinterpret_cast<uintptr_t>(x) % 16 == 0 && (num_tokens <= 1 || x_stride % 8 == 0);
     args.swiglu_limit = config->swiglu_limit;
+    args.swiglu_alpha = config->swiglu_alpha;
+    args.swiglu_beta = config->swiglu_beta;
     args.routed_scaling_factor = config->routed_scaling_factor;
 
     CUtensorMap map13 = {}, map2 = {};
@@ -432,9 +453,8 @@ int megamoe_small_batch(const MegaMoESmallBatchConfig* config, const void* x, in
     shape.attrs = &programmatic;
     shape.numAttrs = config->pdl ? 1 : 0;
     void* parameters[] = {&args, &map13, &map2};
-    error = cudaLaunchKernelExC(&shape, reinterpret_cast<const void*>(chosen->kernel), parameters);
-    if (error != cudaSuccess) cudaGetLastError();
-    return error;
+    return library::returned(cudaLaunchKernelExC(
+        &shape, reinterpret_cast<const void*>(chosen->kernel(*config)), parameters));
 }
 
 }  // extern "C"

@@ -15,6 +15,8 @@
 
 #include <cstdint>
 
+#include "../cuda/library.cuh"
+
 namespace {
 
 constexpr int kGroup = 128;                     // columns per scale
@@ -202,27 +204,17 @@ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
 extern "C" {
 
-const char* megamoe_error_string(int error) {
-    return cudaGetErrorString(static_cast<cudaError_t>(error));
-}
-
-// Loads every variant onto the current device, so that no launch has to: loading a module while
-// another rank's kernel spins would deadlock. Also checks `config`.
-int megamoe_pre_dispatch_prepare(const MegaMoEPreDispatchConfig* config) {
+// Also checks `config`.
+int megamoe_prepare(const MegaMoEPreDispatchConfig* config) {
     const int num_slots = config->top_k + config->num_shared_experts;
     if (config->hidden <= 0 || config->hidden % kGroup != 0 || config->top_k < 1 ||
         config->top_k > kMaxTopK || config->num_shared_experts < 0 || num_slots > kMinThreads ||
         config->num_local_experts < 1 || reinterpret_cast<uintptr_t>(config->buf_x) % 8 != 0)
         return cudaErrorInvalidValue;
-    for (const Kernel kernel : kKernels) {
-        cudaFuncAttributes attributes;
-        const cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
-        if (error != cudaSuccess) {
-            cudaGetLastError();  // the caller has it; leave none behind for the next launch
-            return error;
-        }
-    }
-    return cudaSuccess;
+    cudaError_t error = cudaSuccess;
+    for (const Kernel kernel : kKernels)
+        if (error == cudaSuccess) error = library::load(reinterpret_cast<const void*>(kernel));
+    return library::returned(error);
 }
 
 // One launch on `stream` of the current device. `variant`: bit 1 for int64 ids, bit 0 for bf16
@@ -260,9 +252,7 @@ int megamoe_pre_dispatch(const MegaMoEPreDispatchConfig* config, const void* x, 
 
     void* parameters[] = {&args};
     const auto kernel = reinterpret_cast<const void*>(kKernels[2 * variant + aligned]);
-    const cudaError_t error = cudaLaunchKernelExC(&launch, kernel, parameters);
-    if (error != cudaSuccess) cudaGetLastError();
-    return error;
+    return library::returned(cudaLaunchKernelExC(&launch, kernel, parameters));
 }
 
 }  // extern "C"

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import BackendUnavailable, mismatch
-from . import build as cuda_build
+from .launch import KernelLibrary, builds_kernels
 
 MAX_RANGES = 16
+_ARGTYPES = (ctypes.c_void_p, ctypes.c_void_p)  # request, stream
 # The sources of one call, in the order of the targets; None leaves the targets as they are.
 Write = Callable[[Sequence[Tensor] | None], None]
 
@@ -59,28 +59,12 @@ class _Request(ctypes.Structure):
     ]
 
 
-def build_library(capability: tuple[int, int]) -> ctypes.CDLL:
-    """Compile csrc/cuda/replay_copy.cu for a compute capability, or find an earlier build.
-
-    Raises:
-        BackendUnavailable: no nvcc, a failed build, or a library that does not load.
-    """
-    arch = f"{capability[0]}{capability[1]}"
-    library = cuda_build.load(cuda_build.build("replay_copy", ["cuda/replay_copy.cu"], arch))
-    library.megamoe_replay_copy_error_string.argtypes = (ctypes.c_int,)
-    library.megamoe_replay_copy_error_string.restype = ctypes.c_char_p
-    library.megamoe_replay_copy_prepare.argtypes = ()
-    library.megamoe_replay_copy_prepare.restype = ctypes.c_int
-    library.megamoe_replay_copy.argtypes = (ctypes.c_void_p, ctypes.c_void_p)
-    library.megamoe_replay_copy.restype = ctypes.c_int
-    return library
-
-
 class CudaInputCopier(TorchInputCopier):
     """Copies with one launch. Construction loads the kernel.
 
     Args:
         num_valid: on the CUDA device that the calls run on.
+        library: for tests; default the one built from csrc.
 
     Raises:
         BackendUnavailable: the kernel can't be built or can't run on this device.
@@ -88,21 +72,9 @@ class CudaInputCopier(TorchInputCopier):
 
     def __init__(self, num_valid: Tensor, library: ctypes.CDLL | None = None) -> None:
         super().__init__(num_valid)
-        device = num_valid.device
-        if library is None:
-            library = build_library(torch.cuda.get_device_capability(device))
-            with torch.cuda.device(device):
-                error = library.megamoe_replay_copy_prepare()
-            if error:
-                raise BackendUnavailable(
-                    mismatch(
-                        f"replay_copy kernel on {torch.cuda.get_device_name(device)}",
-                        "a kernel that loads",
-                        _error_string(library, error),
-                        "Check the driver: the toolkit of nvcc may be newer than it.",
-                    )
-                )
-        self._library = library
+        self._library = KernelLibrary(
+            "replay_copy", "cuda", _ARGTYPES, num_valid.device, loaded=library
+        )
         self._index = num_valid.get_device()
         self._current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", int)
         self._current_stream: Callable[[int], int] = getattr(
@@ -111,6 +83,7 @@ class CudaInputCopier(TorchInputCopier):
 
     def prepare(self, targets: Sequence[Tensor], num_tokens: int) -> Write:
         """See `TorchInputCopier.prepare`."""
+        # It keeps the targets and num_valid, to which the request has raw pointers.
         with_torch = super().prepare(targets, num_tokens)
         index = self._index
         if len(targets) > MAX_RANGES or not all(_fits(target, index) for target in targets):
@@ -122,9 +95,8 @@ class CudaInputCopier(TorchInputCopier):
             value=num_tokens,
             count=len(targets),
         )
-        kept = (*targets, self.num_valid)  # the request has raw pointers
-        at, pointers = ctypes.addressof(request), request.sources
-        library, launch = self._library, self._library.megamoe_replay_copy
+        at, pointers = ctypes.addressof(request), request.sources  # the latter keeps the request
+        library, launch = self._library, self._library.function
         current_device, current_stream = self._current_device, self._current_stream
 
         def write(sources: Sequence[Tensor] | None) -> None:
@@ -138,14 +110,7 @@ class CudaInputCopier(TorchInputCopier):
                 pointers[place] = source.data_ptr()
             error = launch(at, current_stream(index))
             if error:
-                raise RuntimeError(
-                    mismatch(
-                        f"launch that copies {len(kept) - 1} inputs",
-                        "success",
-                        _error_string(library, error),
-                        "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1.",
-                    )
-                )
+                raise library.failure(error)
 
         return write
 
@@ -155,17 +120,7 @@ def _fits(t: Tensor, index: int) -> bool:
     return type(t) is Tensor and t.get_device() == index and t.is_contiguous()
 
 
-def _error_string(library: ctypes.CDLL, error: int) -> str:
-    text: bytes = library.megamoe_replay_copy_error_string(error)
-    return f"CUDA error {error} ({text.decode()})"
-
-
 def input_copier(num_valid: Tensor) -> TorchInputCopier:
     """The quickest one for the device of `num_valid`; torch's where there is no nvcc."""
-    if not num_valid.is_cuda:
-        return TorchInputCopier(num_valid)
-    try:
-        cuda_build.find_nvcc()
-    except BackendUnavailable:  # a backend without kernels of ours needs none
-        return TorchInputCopier(num_valid)
-    return CudaInputCopier(num_valid)
+    kind = CudaInputCopier if builds_kernels(num_valid.device) else TorchInputCopier
+    return kind(num_valid)

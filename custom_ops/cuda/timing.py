@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from .graph_fills import Instantiate
+from .capture import capture
 
 Name = TypeVar("Name", bound=str)
 WARM_UP = 3  # replays of each variant: clocks rise, caches and TLBs fill
@@ -29,7 +29,7 @@ def time_in_turn(variants: Mapping[Name, Sequence[Callable[[], object]]]) -> dic
             eagerly, and once per replay.
     """
     torch.cuda.synchronize()
-    graphs = {name: capture(calls) for name, calls in variants.items()}
+    graphs = {name: capture_calls(calls) for name, calls in variants.items()}
     for graph in graphs.values():
         for _ in range(WARM_UP):
             graph.replay()
@@ -50,20 +50,11 @@ def time_in_turn(variants: Mapping[Name, Sequence[Callable[[], object]]]) -> dic
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
-def capture(
-    calls: Sequence[Callable[[], object]],
-    instantiate: Instantiate = torch.cuda.CUDAGraph.instantiate,
-) -> torch.cuda.CUDAGraph:
-    """One graph of all calls in order; each ran once before, on the capturing stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
+def capture_calls(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls in order; each runs once before. Their outputs are dropped."""
+
+    def run() -> None:
         for call in calls:
             call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    instantiate(graph)
-    return graph
+
+    return capture(run)[0]

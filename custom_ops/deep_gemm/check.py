@@ -76,8 +76,11 @@ def _check(shape: Shape) -> float:
     generator = torch.Generator(device).manual_seed(0)
     h, i, k = shape.hidden_size, shape.intermediate_size, shape.top_k
 
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+
     def expert(rows: int, columns: int, interleave: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        w = torch.randn(rows, columns, device=device, generator=generator) * columns**-0.5
+        w = random(rows, columns) * columns**-0.5
         q, scale = quantize_blocks(w)
         return interleave_gate_up(q) if interleave else q, scale
 
@@ -87,9 +90,9 @@ def _check(shape: Shape) -> float:
     w2, w2_scale = (torch.stack(part) for part in zip(*second, strict=True))
     weights = Weights(w13, w13_scale, w2, w2_scale)
     runtime = DeepGemmRuntime(LayerSpec(h, i, num_experts=k, top_k=k, capacity=1), device)
-    x = torch.randn(1, h, device=device, generator=generator).bfloat16()
+    x = random(1, h).bfloat16()
     ids = torch.arange(k, dtype=torch.int32, device=device).reshape(1, k)
-    scores = torch.rand(1, k, device=device, generator=generator)
+    scores = random(1, k).sigmoid()
     out = torch.full_like(x, float("nan"))
     one = torch.ones(1, dtype=torch.int32, device=device)
     runtime.launch(Call(x, ids, scores, weights, one, torch.zeros_like(one), out))

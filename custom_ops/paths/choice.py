@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from ..errors import mismatch, require
+from ..errors import is_int, mismatch, require
 
 PathName = Literal["deep_gemm", "small_batch"]
 DEEP_GEMM: PathName = "deep_gemm"
@@ -67,7 +67,7 @@ def check_pins(
     )
     for bucket, path in pins.items():
         require(
-            isinstance(bucket, int) and not isinstance(bucket, bool) and 1 <= bucket <= capacity,
+            is_int(bucket) and 1 <= bucket <= capacity,
             "bucket of paths",
             f"an int from 1 to {capacity} (max_tokens_per_rank)",
             repr(bucket),

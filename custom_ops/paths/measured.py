@@ -188,9 +188,13 @@ class MeasuredRuntime:
         """The same calls for both paths: random rows and routing, the layers in turn."""
         device, hidden = launch_count.device, layers[0].w13.shape[2]
         generator = torch.Generator(device).manual_seed(tokens)  # not the user's random state
-        random = functools.partial(torch.randn, device=device, generator=generator)
-        rows = random(CALLS, tokens, hidden).bfloat16()
-        scores, ids = random(CALLS, tokens, self._num_experts).softmax(-1).topk(self._top_k)
+
+        def random(columns: int) -> Tensor:
+            shape = (CALLS, tokens, columns)
+            return torch.randn(shape, dtype=torch.float32, device=device, generator=generator)
+
+        rows = random(hidden).bfloat16()
+        scores, ids = random(self._num_experts).softmax(-1).topk(self._top_k)
         valid = torch.full_like(launch_count, tokens)
         out = torch.empty_like(rows[0])
 

@@ -123,7 +123,7 @@ def stage(
         a row at or above `num_valid` gets id -1 and weight 0; such a row is staged as zeros.
     """
     tokens = x.shape[0]
-    valid = torch.arange(tokens, device=x.device)[:, None] < num_valid
+    valid = torch.arange(tokens, dtype=torch.int64, device=x.device)[:, None] < num_valid
     q, scale = quantize_rows(torch.where(valid, x, 0.0))
     ids = topk_ids.long()
     in_range = (ids >= 0) & (ids < num_experts)
@@ -133,7 +133,7 @@ def stage(
         per_rank = num_local_experts + num_shared_experts
         ids = ids // num_local_experts * per_rank + ids % num_local_experts
         first = rank * per_rank + num_local_experts
-        shared = torch.arange(first, first + num_shared_experts, device=x.device)
+        shared = first + torch.arange(num_shared_experts, dtype=torch.int64, device=x.device)
         ids = torch.cat([ids, shared.expand(tokens, -1)], dim=1)
         routed = torch.cat([routed, valid.expand(-1, num_shared_experts)], dim=1)
     weights = topk_weights.float() * routed_scaling_factor

@@ -76,7 +76,7 @@ class ReferenceRuntime:
         """Nothing to free."""
 
     def _longest(self, tokens: int, device: torch.device) -> int:
-        count = torch.tensor([tokens], device=device)
+        count = torch.tensor([tokens], dtype=torch.int64, device=device)
         dist.all_reduce(count, op=dist.ReduceOp.MAX, group=self.group)
         return int(count)
 

@@ -22,10 +22,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from ..cuda import build as cuda_build
-from ..errors import BackendUnavailable, mismatch, require
+from ..cuda.launch import KernelLibrary
+from ..errors import require
 from ..reference.recipe import BLOCK
-from ..staging.pre_dispatch import require_rows
+from ..staging.rows import DTYPE_BITS, check_rows
 
 MAX_EXPERTS = 1024  # kMaxExperts of csrc/small_batch/routing.cuh
 MAX_PAIRS = 1024  # kMaxPairs: (token, slot) pairs of one launch
@@ -71,6 +71,9 @@ class _Config(ctypes.Structure):
         ("first_expert", ctypes.c_int32),
         ("num_routed", ctypes.c_int32),
         ("swiglu_limit", ctypes.c_float),
+        ("swiglu_alpha", ctypes.c_float),
+        ("swiglu_beta", ctypes.c_float),
+        ("expert_bias", ctypes.c_int32),
         ("routed_scaling_factor", ctypes.c_float),
         ("num_sms", ctypes.c_int32),
         ("pdl", ctypes.c_int32),
@@ -89,32 +92,12 @@ _CALL_ARGTYPES = (
     *(_POINTER, _STRIDE),  # topk_weights
     *(_POINTER, _POINTER),  # num_valid, launch_count
     *(_POINTER, _POINTER, _POINTER, _POINTER),  # w13, w13_scale, w2, w2_scale
+    *(_POINTER, _POINTER),  # w13_bias, w2_bias
     _POINTER,  # y
     *(_INT, _INT),  # num_tokens, dtypes
     _POINTER,  # stream
 )
-_ID_BITS = {torch.int32: 0, torch.int64: 2}
-_WEIGHT_BITS = {torch.float32: 0, torch.bfloat16: 1}
-
-
-def declare(library: ctypes.CDLL) -> ctypes.CDLL:
-    """Set the argument types of the library's functions."""
-    library.megamoe_error_string.argtypes = (ctypes.c_int,)
-    library.megamoe_error_string.restype = ctypes.c_char_p
-    library.megamoe_small_batch_prepare.argtypes = (ctypes.c_void_p,)
-    library.megamoe_small_batch_prepare.restype = ctypes.c_int
-    library.megamoe_small_batch.argtypes = _CALL_ARGTYPES
-    library.megamoe_small_batch.restype = ctypes.c_int
-    return library
-
-
-def build_library() -> ctypes.CDLL:
-    """Compile csrc/small_batch/small_batch.cu, or find an earlier build, and load it.
-
-    Raises:
-        BackendUnavailable: no nvcc, a failed build, or a library that does not load.
-    """
-    return declare(cuda_build.load(cuda_build.build("small_batch", ["small_batch/small_batch.cu"])))
+_Biases = tuple[Tensor | None, Tensor | None]  # w13_bias, w2_bias
 
 
 class SmallBatch:
@@ -126,6 +109,10 @@ class SmallBatch:
             workspaces have room for `max_tokens`, which may be fewer.
         num_shared_experts: experts behind the routed ones in the weights, which take every valid
             row with weight 1.
+        swiglu_limit, swiglu_alpha, swiglu_beta: g sigmoid(alpha g) (u + beta), g = min(gate, limit)
+            and u = up clamped to +-limit; None: no clamp. Alpha 1 and beta 0 are SwiGLU as most
+            models have it, 1.702 and 1 with limit 7 that of gpt-oss and MiniMax-M3.
+        expert_bias: every call has biases; without it none has.
         first_expert, num_local_experts: the routed experts of this rank; default all. Ids of
             others are skipped, so their part of the sum is zero.
         invalid_count: int32 [1]; grows by the number of invalid ids in valid rows.
@@ -152,6 +139,9 @@ class SmallBatch:
         capacity: int,
         device: torch.device,
         swiglu_limit: float | None = None,
+        swiglu_alpha: float = 1.0,
+        swiglu_beta: float = 0.0,
+        expert_bias: bool = False,
         routed_scaling_factor: float = 1.0,
         num_shared_experts: int = 0,
         first_expert: int = 0,
@@ -180,11 +170,27 @@ class SmallBatch:
             "Pass the first of them, and how many there are.",
         )
         require(top_k >= 1, "top_k", "at least 1", top_k, "Route each token to an expert.")
+        require(
+            math.isfinite(swiglu_alpha) and swiglu_alpha > 0,
+            "swiglu_alpha",
+            "a finite number > 0",
+            swiglu_alpha,
+            "Pass 1.0 for the SiLU of the gate.",
+        )
+        require(
+            math.isfinite(swiglu_beta),
+            "swiglu_beta",
+            "a finite number",
+            swiglu_beta,
+            "Pass 0.0 where the model adds nothing to up.",
+        )
+        # Of w13_bias and w2_bias.
+        self._bias_shapes = (
+            ((local, 2 * intermediate_size), (local, hidden_size)) if expert_bias else None
+        )
         self._invalid_count = invalid_count  # kept alive, since the kernel has raw pointers
         self._top_k = top_k
         self._hidden_size = hidden_size
-        self._library = library if library is not None else build_library()
-        self._launch = self._library.megamoe_small_batch
         num_sms = tuning.num_sms
         if device.type == "cuda":
             most = torch.cuda.get_device_properties(device).multi_processor_count
@@ -206,6 +212,9 @@ class SmallBatch:
             first_expert=first_expert,
             num_routed=routed,
             swiglu_limit=math.inf if swiglu_limit is None else swiglu_limit,
+            swiglu_alpha=swiglu_alpha,
+            swiglu_beta=swiglu_beta,
+            expert_bias=expert_bias,
             routed_scaling_factor=routed_scaling_factor,
             num_sms=num_sms,
             pdl=tuning.pdl,
@@ -214,17 +223,18 @@ class SmallBatch:
             in_flight2=in_flight[1],
         )
         self._config_address = ctypes.addressof(self._config)
-        with torch.cuda.device(device if device.type == "cuda" else -1):
-            error = self._library.megamoe_small_batch_prepare(self._config_address)
-        if error:
-            raise BackendUnavailable(
-                mismatch(
-                    "small-batch kernel",
-                    "an SM90 GPU and a geometry the kernel takes",
-                    self._error_string(error),
-                    'backend="deep_gemm" does without it.',
-                )
-            )
+        self._library = KernelLibrary(
+            "small_batch",
+            "small_batch",
+            _CALL_ARGTYPES,
+            device,
+            self._config_address,
+            arch="90a",
+            expected="an SM90 GPU and a geometry the kernel takes",
+            cure='backend="deep_gemm" does without it.',
+            loaded=library,
+        )
+        self._launch = self._library.function
         self.max_tokens = min(capacity, int(self._config.max_tokens))
         pairs = max(self.max_tokens, 1) * slots
         # Chunks of up to MAX_COLUMNS rows: of each expert one that is not full, and the full ones.
@@ -257,10 +267,6 @@ class SmallBatch:
         """Zero what blocks tell each other: after a launch that did not come to its end."""
         self._workspaces["counters"].zero_()
 
-    def _error_string(self, error: int) -> str:
-        text: bytes = self._library.megamoe_error_string(error)
-        return f"CUDA error {error} ({text.decode()})"
-
     def __call__(
         self,
         x: Tensor,
@@ -274,6 +280,8 @@ class SmallBatch:
         w2_scale: Tensor,
         y: Tensor,
         stream: int,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
     ) -> None:
         """Write every row of `y` on `stream`, a cudaStream_t of the device, which is current.
 
@@ -283,6 +291,9 @@ class SmallBatch:
             num_valid: int32 [1]. launch_count: int32 [1], grows by one. Both on the device.
             w13 [E, 2I, H], w13_scale, w2 [E, H, I], w2_scale: prepared, contiguous.
             y: [T, H] bf16, contiguous.
+            w13_bias [E, 2I], rows in the order of w13's, w2_bias [E, H]: fp32, contiguous. Both
+                where `expert_bias`, else neither. The first is added to GEMM 1 before the clamp,
+                the second times the routing weight to GEMM 2 before a slot is rounded to bf16.
 
         Raises:
             ValueError: inputs that do not fit. RuntimeError: CUDA refused a launch.
@@ -292,15 +303,15 @@ class SmallBatch:
         ids_stride, ids_column = topk_ids.stride()
         weights_stride, weights_column = topk_weights.stride()
         slots = (tokens, self._top_k)
-        dtypes = _ID_BITS.get(topk_ids.dtype, 8) + _WEIGHT_BITS.get(topk_weights.dtype, 8)
+        dtypes = DTYPE_BITS.get((x.dtype, topk_ids.dtype, topk_weights.dtype), -1)
         if (
-            x.dtype is not torch.bfloat16
-            or x.shape[1] != self._hidden_size
+            x.shape[1] != self._hidden_size
             or x_column != 1
             or topk_ids.shape != slots
             or topk_weights.shape != slots
             or (self._top_k > 1 and (ids_column != 1 or weights_column != 1))
             or tokens > self.max_tokens
+            or not self._takes((w13_bias, w2_bias))
         ):
             dtypes = -1  # the library refuses it; `_fail` says why
         error = self._launch(
@@ -317,35 +328,52 @@ class SmallBatch:
             w13_scale.data_ptr(),
             w2.data_ptr(),
             w2_scale.data_ptr(),
+            None if w13_bias is None else w13_bias.data_ptr(),
+            None if w2_bias is None else w2_bias.data_ptr(),
             y.data_ptr(),
             tokens,
             dtypes,
             stream,
         )
         if error:
-            self._fail(error, x, topk_ids, topk_weights)
+            self._fail(error, x, topk_ids, topk_weights, (w13_bias, w2_bias))
 
-    def _fail(self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> NoReturn:
-        tokens = x.shape[0]
+    def _takes(self, biases: _Biases) -> bool:
+        if self._bias_shapes is None:
+            return biases[0] is None and biases[1] is None
+        return all(
+            bias is not None
+            and bias.dtype is torch.float32
+            and bias.shape == shape
+            and bias.is_contiguous()
+            for bias, shape in zip(biases, self._bias_shapes, strict=True)
+        )
+
+    def _fail(
+        self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor, biases: _Biases
+    ) -> NoReturn:
+        check_rows(
+            x,
+            topk_ids,
+            topk_weights,
+            hidden_size=self._hidden_size,
+            top_k=self._top_k,
+            most=self.max_tokens,
+            cure="Split them, or take the mega kernel.",
+        )
+        shapes = self._bias_shapes
         require(
-            tokens <= self.max_tokens,
-            "tokens",
-            f"at most {self.max_tokens}",
-            tokens,
-            "Split them, or take the mega kernel.",
+            self._takes(biases),
+            "w13_bias and w2_bias",
+            f"contiguous fp32 {shapes[0]} and {shapes[1]}" if shapes else "none of them",
+            " and ".join(_describe(bias) for bias in biases),
+            "Pass both, as they are prepared." if shapes else "Construct it with expert_bias=True.",
         )
-        inputs = (
-            ("x", x, self._hidden_size, (torch.bfloat16,)),
-            ("topk_ids", topk_ids, self._top_k, tuple(_ID_BITS)),
-            ("topk_weights", topk_weights, self._top_k, tuple(_WEIGHT_BITS)),
-        )
-        for name, view, columns, dtypes in inputs:
-            require_rows(name, view, tokens, columns, dtypes, "geometry")
-        raise RuntimeError(
-            mismatch(
-                "small-batch launch",
-                "success",
-                self._error_string(error),
-                "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1.",
-            )
-        )
+        raise self._library.failure(error)
+
+
+def _describe(bias: Tensor | None) -> str:
+    if bias is None:
+        return "None"
+    layout = "" if bias.is_contiguous() else ", not contiguous"
+    return f"{str(bias.dtype).removeprefix('torch.')} {tuple(bias.shape)}{layout}"

@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import ctypes
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cuda import build as cuda_build
-from ..errors import BackendUnavailable, CapacityError, mismatch, require
+from ..cuda.launch import KernelLibrary
+from ..errors import require
+from .rows import DTYPE_BITS, check_rows
 
 GROUP = 128  # columns per scale
 MAX_TOP_K = 32
@@ -90,6 +91,10 @@ class StagingBuffer:
     def hidden(self) -> int:
         return self.x.shape[1]
 
+    def limits(self, top_k: int) -> tuple[int, int, int]:
+        """What `check_rows` holds a call against."""
+        return self.hidden, top_k, self.capacity
+
 
 def _top_k(buffer: StagingBuffer, routing: Routing) -> int:
     """Check `routing` against `buffer`, and return K."""
@@ -110,54 +115,6 @@ def _top_k(buffer: StagingBuffer, routing: Routing) -> int:
         "Experts are spread evenly over the ranks.",
     )
     return top_k
-
-
-def require_rows(
-    name: str,
-    view: Tensor,
-    tokens: int,
-    columns: int,
-    dtypes: tuple[torch.dtype, ...],
-    source: str,
-) -> None:
-    """Raise unless `view` is [tokens, columns] of one of `dtypes` with dense columns."""
-    require(
-        tuple(view.shape) == (tokens, columns),
-        f"{name}.shape",
-        (tokens, columns),
-        tuple(view.shape),
-        f"T must agree among the inputs, the columns with the {source}.",
-    )
-    require(view.dtype in dtypes, f"{name}.dtype", dtypes, view.dtype, "Cast it.")
-    require(
-        columns == 1 or view.stride(1) == 1,
-        f"{name}.stride(1)",
-        1,
-        view.stride(1),
-        "Rows may be strided, columns may not: call .contiguous().",
-    )
-
-
-def _reject(
-    x: Tensor, topk_ids: Tensor, topk_weights: Tensor, buffer: StagingBuffer, top_k: int
-) -> None:
-    """Raise what is wrong with the inputs of a call, if anything is."""
-    tokens = x.shape[0]
-    if tokens > buffer.capacity:
-        raise CapacityError(
-            mismatch(
-                "tokens on this rank",
-                f"at most {buffer.capacity}",
-                tokens,
-                "Raise max_tokens_per_rank, or split the batch the same way on all ranks.",
-            )
-        )
-    for name, view, columns, dtypes in (
-        ("x", x, buffer.hidden, (torch.bfloat16,)),
-        ("topk_ids", topk_ids, top_k, (torch.int32, torch.int64)),
-        ("topk_weights", topk_weights, top_k, (torch.float32, torch.bfloat16)),
-    ):
-        require_rows(name, view, tokens, columns, dtypes, "buffer")
 
 
 class _Config(ctypes.Structure):
@@ -197,30 +154,6 @@ _CALL_ARGTYPES = (
     ctypes.c_void_p,  # stream
 )
 
-# dtypes of x, ids, weights -> bit 1: the ids are int64; bit 0: the weights are bf16.
-_VARIANTS = {
-    (torch.bfloat16, torch.int32, torch.float32): 0,
-    (torch.bfloat16, torch.int32, torch.bfloat16): 1,
-    (torch.bfloat16, torch.int64, torch.float32): 2,
-    (torch.bfloat16, torch.int64, torch.bfloat16): 3,
-}
-
-
-def build_library() -> ctypes.CDLL:
-    """Compile csrc/staging/pre_dispatch.cu, or find an earlier build, and load it.
-
-    Raises:
-        BackendUnavailable: no nvcc, a failed build, or a library that does not load.
-    """
-    library = cuda_build.load(cuda_build.build("pre_dispatch", ["staging/pre_dispatch.cu"]))
-    library.megamoe_error_string.argtypes = (ctypes.c_int,)
-    library.megamoe_error_string.restype = ctypes.c_char_p
-    library.megamoe_pre_dispatch_prepare.argtypes = (ctypes.c_void_p,)
-    library.megamoe_pre_dispatch_prepare.restype = ctypes.c_int
-    library.megamoe_pre_dispatch.argtypes = _CALL_ARGTYPES
-    library.megamoe_pre_dispatch.restype = ctypes.c_int
-    return library
-
 
 class PreDispatch:
     """Launcher of the CUDA kernel for one buffer. Construction compiles and loads every variant.
@@ -234,6 +167,7 @@ class PreDispatch:
         early_trigger: let a successor launched the same way start before this kernel ends. Only
             for a successor that executes griddepcontrol.wait: the SM90 mega kernel of DeepGEMM
             does from 0.2.5 on; the one of 0.1.5 and 0.2.2 never waits and would read stale rows.
+        library: for tests; default the one built from csrc.
 
     Raises:
         ValueError: shapes or dtypes that do not fit.
@@ -248,6 +182,7 @@ class PreDispatch:
         *,
         pdl: bool = True,
         early_trigger: bool = False,
+        library: ctypes.CDLL | None = None,
     ) -> None:
         self._buffer = buffer  # with the next two: kept alive, since the kernel has raw pointers
         self._invalid_count = invalid_count
@@ -271,19 +206,18 @@ class PreDispatch:
             early_trigger=early_trigger,
         )
         self._config_address = ctypes.addressof(self._config)
-        self._library = build_library()
-        self._launch = self._library.megamoe_pre_dispatch
-        with torch.cuda.device(buffer.x.device):
-            error = self._library.megamoe_pre_dispatch_prepare(self._config_address)
-        if error:
-            raise BackendUnavailable(
-                mismatch(
-                    f"pre_dispatch kernel on {torch.cuda.get_device_name(buffer.x.device)}",
-                    "an SM90 GPU and a config the kernel takes",
-                    self._error_string(error),
-                    'backend="triton" runs on any GPU from SM80.',
-                )
-            )
+        self._library = KernelLibrary(
+            "pre_dispatch",
+            "staging",
+            _CALL_ARGTYPES,
+            buffer.x.device,
+            self._config_address,
+            arch="90a",
+            expected="an SM90 GPU and a config the kernel takes",
+            cure='backend="triton" runs on any GPU from SM80.',
+            loaded=library,
+        )
+        self._launch = self._library.function
 
     @property
     def address(self) -> tuple[int, int]:
@@ -291,10 +225,6 @@ class PreDispatch:
         launch = ctypes.cast(self._launch, ctypes.c_void_p).value
         assert launch is not None
         return launch, self._config_address
-
-    def _error_string(self, error: int) -> str:
-        text: bytes = self._library.megamoe_error_string(error)
-        return f"CUDA error {error} ({text.decode()})"
 
     def __call__(
         self,
@@ -321,7 +251,7 @@ class PreDispatch:
         ids_stride, ids_column = topk_ids.stride()
         weights_stride, weights_column = topk_weights.stride()
         slots = (tokens, self._top_k)
-        variant = _VARIANTS.get((x.dtype, topk_ids.dtype, topk_weights.dtype), -1)
+        variant = DTYPE_BITS.get((x.dtype, topk_ids.dtype, topk_weights.dtype), -1)
         if (
             x.shape[1] != self._hidden
             or topk_ids.shape != slots
@@ -329,7 +259,7 @@ class PreDispatch:
             or x_column != 1
             or (self._top_k > 1 and (ids_column != 1 or weights_column != 1))
         ):
-            variant = -1  # the library refuses it; `_fail` says why
+            variant = -1  # the library refuses it; `check_rows` says why
         error = self._launch(
             self._config_address,
             x.data_ptr(),
@@ -345,17 +275,79 @@ class PreDispatch:
             stream,
         )
         if error:
-            self._fail(error, x, topk_ids, topk_weights)
+            check_rows(x, topk_ids, topk_weights, *self._buffer.limits(self._top_k))
+            raise self._library.failure(error)
 
-    def _fail(self, error: int, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> NoReturn:
-        _reject(x, topk_ids, topk_weights, self._buffer, self._top_k)
-        raise RuntimeError(
-            mismatch(
-                "pre_dispatch launch",
-                "success",
-                self._error_string(error),
-                "An earlier kernel may have failed: run with CUDA_LAUNCH_BLOCKING=1.",
-            )
+
+class TwinLaunch:
+    """Launches the Triton twin, into rows of any stride. What no call changes is decided here.
+
+    Args:
+        outputs: x as uint8, scale, ids and weights, in the dtypes of `StagingBuffer`.
+        strides: of the outputs, from row to row, in elements.
+        invalid_count: see `PreDispatch`.
+    """
+
+    def __init__(
+        self,
+        outputs: tuple[Tensor, Tensor, Tensor, Tensor],
+        strides: tuple[int, int, int, int],
+        routing: Routing,
+        invalid_count: Tensor,
+        *,
+        hidden: int,
+        top_k: int,
+    ) -> None:
+        from .pre_dispatch_triton import pre_dispatch_kernel  # imports triton
+
+        self._kernel: Any = pre_dispatch_kernel
+        groups = hidden // GROUP
+        groups_per_program = min(8, power_of_two(groups))
+        self._parts = -(-groups // groups_per_program)
+        self._outputs = (*outputs, invalid_count, routing.routed_scaling_factor)
+        per_rank = routing.num_local_experts + routing.num_shared_experts
+        self._constants = {
+            "HIDDEN": hidden,
+            "TOP_K": top_k,
+            "NUM_EXPERTS": routing.num_experts,
+            "NUM_LOCAL": routing.num_local_experts,
+            "NUM_SHARED": routing.num_shared_experts,
+            "FIRST_SHARED": routing.rank * per_rank + routing.num_local_experts,
+            "GROUPS": groups_per_program,
+            "SLOTS": power_of_two(top_k + routing.num_shared_experts),
+        }
+        names = ("X_STRIDE", "SCALE_STRIDE", "IDS_STRIDE", "WEIGHTS_STRIDE")
+        self._constants |= dict(zip(names, strides, strict=True))
+
+    def __call__(
+        self,
+        x: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        num_valid: Tensor,
+        launch_count: Tensor,
+        rows: int,
+    ) -> None:
+        """Stage T rows on the current stream; see `PreDispatch.__call__`, but nothing is checked.
+
+        Args:
+            rows: rows [T, rows) get ids -1 and weights 0.
+        """
+        tokens = x.shape[0]
+        self._kernel[(max(rows, 1), self._parts)](
+            x,
+            x.stride(0),
+            topk_ids,
+            topk_ids.stride(0),
+            topk_weights,
+            topk_weights.stride(0),
+            num_valid,
+            launch_count,
+            tokens,
+            rows,
+            *self._outputs,
+            ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
+            **self._constants,
         )
 
 
@@ -366,38 +358,16 @@ class TritonPreDispatch:
     """
 
     def __init__(self, buffer: StagingBuffer, routing: Routing, invalid_count: Tensor) -> None:
-        from .pre_dispatch_triton import pre_dispatch_kernel  # imports triton
-
-        self._kernel: Any = pre_dispatch_kernel
-        self._buffer = buffer
-        self._top_k = _top_k(buffer, routing)
-        slots = buffer.ids.shape[1]
-        groups = buffer.hidden // GROUP
-        groups_per_program = min(8, 1 << (groups - 1).bit_length())
-        self._parts = -(-groups // groups_per_program)
-        self._outputs = (
-            buffer.x.view(torch.uint8),
-            buffer.scale,
-            buffer.ids,
-            buffer.weights,
+        top_k, slots = _top_k(buffer, routing), buffer.ids.shape[1]
+        self._limits = buffer.limits(top_k)
+        self._launch = TwinLaunch(
+            (buffer.x.view(torch.uint8), buffer.scale, buffer.ids, buffer.weights),
+            (buffer.hidden, buffer.hidden // GROUP, slots, slots),
+            routing,
             invalid_count,
-            routing.routed_scaling_factor,
+            hidden=buffer.hidden,
+            top_k=top_k,
         )
-        per_rank = routing.num_local_experts + routing.num_shared_experts
-        self._constants = {
-            "HIDDEN": buffer.hidden,
-            "TOP_K": self._top_k,
-            "NUM_EXPERTS": routing.num_experts,
-            "NUM_LOCAL": routing.num_local_experts,
-            "NUM_SHARED": routing.num_shared_experts,
-            "FIRST_SHARED": routing.rank * per_rank + routing.num_local_experts,
-            "GROUPS": groups_per_program,
-            "SLOTS": 1 << (slots - 1).bit_length(),
-            "X_STRIDE": buffer.hidden,
-            "SCALE_STRIDE": groups,
-            "IDS_STRIDE": slots,
-            "WEIGHTS_STRIDE": slots,
-        }
 
     def __call__(
         self,
@@ -408,20 +378,10 @@ class TritonPreDispatch:
         launch_count: Tensor,
     ) -> None:
         """Stage T rows on the current stream; see `PreDispatch.__call__`."""
-        _reject(x, topk_ids, topk_weights, self._buffer, self._top_k)
-        tokens = x.shape[0]
-        self._kernel[(max(tokens, 1), self._parts)](
-            x,
-            x.stride(0),
-            topk_ids,
-            topk_ids.stride(0),
-            topk_weights,
-            topk_weights.stride(0),
-            num_valid,
-            launch_count,
-            tokens,
-            tokens,
-            *self._outputs,
-            ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
-            **self._constants,
-        )
+        check_rows(x, topk_ids, topk_weights, *self._limits)
+        self._launch(x, topk_ids, topk_weights, num_valid, launch_count, x.shape[0])
+
+
+def power_of_two(value: int) -> int:
+    """The least power of two that is at least `value`."""
+    return 1 << (value - 1).bit_length()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .. import library
 from ..call import Rule
-from ..errors import ContextClosed, mismatch
+from ..errors import ContextClosed, as_int, mismatch
 from .memory import SymmetricBuffer
 
 _ARGUMENTS = "(Tensor rows, Tensor(a!) order, int exchange_id, int num_ranks, int slot_bytes)"
@@ -119,15 +119,8 @@ class SymmetricExchange:
         group: dist.ProcessGroup | None = None,
         order: Tensor | None = None,
     ) -> None:
-        if max_rows < 1 or row_bytes < 1:
-            raise ValueError(
-                mismatch(
-                    "max_rows and row_bytes",
-                    "at least 1",
-                    (max_rows, row_bytes),
-                    "Pass the largest bucket, and hidden_size * dtype.itemsize.",
-                )
-            )
+        max_rows = as_int("max_rows and row_bytes", max_rows, "at least 1", 1)
+        row_bytes = as_int("max_rows and row_bytes", row_bytes, "at least 1", 1)
         group = group if group is not None and dist.get_world_size(group) > 1 else None
         self.rank = 0 if group is None else dist.get_rank(group)
         self.num_ranks = 1 if group is None else dist.get_world_size(group)

@@ -19,7 +19,7 @@ Numbers are those of reference/; sums over k run in fp32, in blocks.
 import triton
 import triton.language as tl
 
-from ..staging.pre_dispatch_triton import _encode_e4m3, pre_dispatch_kernel
+from ..staging.pre_dispatch_triton import _encode_e4m3
 
 __all__ = (
     "INTERPRETED",
@@ -27,7 +27,6 @@ __all__ = (
     "down_kernel",
     "gate_up_kernel",
     "group_kernel",
-    "pre_dispatch_kernel",
 )
 
 SCALE_GROUP = tl.constexpr(128)  # columns per scale, and rows and columns of a weight's scale

@@ -23,6 +23,7 @@ from ..call import Call, LayerSpec, Weights, idle_call
 from ..cuda.stream import check_current, refuse_cold_capture
 from ..errors import CapacityError, ContextClosed, mismatch
 from ..reference.recipe import BLOCK
+from ..staging.pre_dispatch import Routing, TwinLaunch, power_of_two
 from ..symmetric.exchange import SymmetricTransport, Transport
 from ..symmetric.memory import agree, check_peers, ranks_on_my_device, this_peer
 from .tiling import Device, Tiling
@@ -153,6 +154,21 @@ class TritonRuntime:
         if isinstance(self._transport, SymmetricTransport):
             self.buffer_bytes += self._transport.nbytes
         self._constants = self._make_constants()
+        nbytes = self._record.nbytes
+        self._twin = TwinLaunch(
+            self._record.views(self._staged, torch.uint8),
+            (nbytes, nbytes // 4, nbytes // 8, nbytes // 4),
+            Routing(
+                spec.num_experts,
+                self._local,
+                spec.num_shared_experts,
+                self.rank,
+                spec.routed_scaling_factor,
+            ),
+            self.invalid_count,
+            hidden=self._hidden,
+            top_k=spec.top_k,
+        )
         self._warm: set[tuple[int, int]] = set()
         self._closed = False
 
@@ -200,26 +216,10 @@ class TritonRuntime:
             "SLOTS": slots,
             "ROUTING_STRIDE": nbytes // 4,
             "EXPERTS": self._experts,
-            "EXPERTS_P2": _power_of_two(self._experts),
+            "EXPERTS_P2": power_of_two(self._experts),
             "FP8_DOT": self._gpu.fp8_dot,
         }
-        groups = min(8, _power_of_two(hidden // BLOCK))
-        self._stage_parts = -(-(hidden // BLOCK) // groups)
         return {
-            "stage": {
-                "HIDDEN": hidden,
-                "TOP_K": spec.top_k,
-                "NUM_EXPERTS": spec.num_experts,
-                "NUM_LOCAL": self._local,
-                "NUM_SHARED": spec.num_shared_experts,
-                "FIRST_SHARED": self._first_expert + self._local,
-                "GROUPS": groups,
-                "SLOTS": _power_of_two(slots),
-                "X_STRIDE": nbytes,
-                "SCALE_STRIDE": nbytes // 4,
-                "IDS_STRIDE": nbytes // 8,
-                "WEIGHTS_STRIDE": nbytes // 4,
-            },
             "group": {"SLOTS": slots, "IDS_STRIDE": nbytes // 8, "CHUNK": SORT_CHUNK},
             "gate_up": geometry
             | {
@@ -306,26 +306,8 @@ class TritonRuntime:
             self._warm.add((tokens, rows))
 
     def _stage(self, call: Call, rows: int) -> None:
-        x, topk_ids, topk_weights = call.x, call.topk_ids, call.topk_weights
-        tokens = x.shape[0]
-        staged = self._record.views(self._staged, torch.uint8)
-        self._kernels.pre_dispatch_kernel[(max(rows, 1), self._stage_parts)](
-            x,
-            x.stride(0),
-            topk_ids,
-            topk_ids.stride(0),
-            topk_weights,
-            topk_weights.stride(0),
-            call.num_valid,
-            call.launch_count,
-            tokens,
-            rows,
-            *staged,
-            self.invalid_count,
-            self.spec.routed_scaling_factor,
-            ALIGNED=x.data_ptr() % 16 == 0 and (tokens <= 1 or x.stride(0) % 8 == 0),
-            **self._constants["stage"],
-        )
+        inputs = call.x, call.topk_ids, call.topk_weights
+        self._twin(*inputs, call.num_valid, call.launch_count, rows)
 
     def _run_experts(self, rows: int, weights: Weights, out: Tensor) -> None:
         """This rank's experts on `rows` staged rows: the sum over slots, in the dtype of out."""
@@ -429,7 +411,7 @@ class TritonRuntime:
             torch.cuda.synchronize(self.device)
         self._closed, self._transport = True, None
         for name, value in list(vars(self).items()):
-            if isinstance(value, Tensor):
+            if isinstance(value, Tensor | TwinLaunch):
                 delattr(self, name)
 
 
@@ -437,8 +419,3 @@ def _import_kernels() -> Any:
     from . import kernels as triton_moe  # imports triton
 
     return triton_moe
-
-
-def _power_of_two(value: int) -> int:
-    """The least power of two that is at least `value`."""
-    return 1 << (value - 1).bit_length()

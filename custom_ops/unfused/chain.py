@@ -72,7 +72,8 @@ def unfused_moe(
 
     def scale_room(columns: int) -> Tensor:
         # Row-minor: the layout that the GEMM's loads want, or it would transpose them first.
-        return torch.empty(experts, columns // BLOCK, capacity, device=x.device)
+        shape = (experts, columns // BLOCK, capacity)
+        return torch.empty(shape, dtype=torch.float32, device=x.device)
 
     count = torch.zeros(experts, dtype=torch.int32, device=x.device)
     rows = torch.empty(slots, dtype=torch.int32, device=x.device)

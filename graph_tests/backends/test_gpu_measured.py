@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import (
+    GPU_SHAPE,
     Inputs,
     assert_close,
     assert_same,
@@ -36,9 +37,6 @@ from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
-SHAPE: dict[str, Any] = dict(
-    hidden_size=512, intermediate_size=256, num_experts=16, top_k=4, max_tokens_per_rank=384
-)
 BUCKETS = [1, 2, 4, 8, 16, 32, 64, 128]
 
 
@@ -67,7 +65,7 @@ def timer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CountedTimer:
 
 
 def make_context(paths: Any = None, **changes: Any) -> mm.MegaMoEContext:
-    return mm.MegaMoEContext(make_config(**{**SHAPE, **changes}), device="cuda", paths=paths)
+    return mm.MegaMoEContext(make_config(**{**GPU_SHAPE, **changes}), device="cuda", paths=paths)
 
 
 def need_two_paths(context: mm.MegaMoEContext) -> mm.MegaMoEContext:

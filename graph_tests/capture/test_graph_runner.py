@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from blocks import Block, Routed
 from helpers import (
     assert_close,
     assert_same,
@@ -16,54 +17,15 @@ from helpers import (
     make_layer,
     no_launch,
     poisoned_allocator,
-    random_inputs,
     refuses,
 )
+from runner_helpers import BUCKETS, REPLAYS_OF_A_CAPTURE, make_runner, named, poison
 from torch import Tensor, nn
 
 import megamoe_compile as mm
-from megamoe_compile.capture.runner import TIMED_REPLAYS
 from megamoe_compile.context import ALL_VALID
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
-NAMES = ("x", "topk_ids", "topk_weights")
-BUCKETS = [1, 2, 4, 8, 16]
-REPLAYS_OF_A_CAPTURE = 1 + TIMED_REPLAYS
-
-
-class Block(nn.Module):
-    def __init__(self, experts: mm.MegaMoE) -> None:
-        super().__init__()
-        self.experts = experts
-
-    def forward(self, x: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-        return x + self.experts(x, topk_ids, topk_weights)
-
-
-class Routed(nn.Module):
-    """Decides the experts itself, from rows that may be padding."""
-
-    def __init__(self, experts: mm.MegaMoE) -> None:
-        super().__init__()
-        self.router = nn.Linear(128, 4, bias=False, dtype=torch.bfloat16)
-        self.experts = experts
-
-    def forward(self, x: Tensor) -> Tensor:
-        weights, ids = self.router(x).float().softmax(-1).topk(2, dim=-1)
-        out: Tensor = self.experts(x, ids, weights)
-        return out
-
-
-def named(config: mm.MegaMoEConfig, tokens: int, seed: int = 0) -> dict[str, Tensor]:
-    return dict(zip(NAMES, random_inputs(config, tokens, seed=seed), strict=True))
-
-
-def make_runner(
-    step: Any, context: mm.MegaMoEContext, buckets: Sequence[int] = BUCKETS, **options: Any
-) -> mm.GraphRunner:
-    runner = mm.GraphRunner(step, named(context.config, 3), buckets, context, **options)
-    runner.capture()
-    return runner
 
 
 @pytest.fixture(scope="module")
@@ -219,17 +181,6 @@ def test_captured_in_inference_mode_and_used_outside(block: Block) -> None:
 
 
 POISON = {"old data": None, "nan": math.nan, "inf": math.inf, "3e38": 3e38}
-
-
-def poison(runner: mm.GraphRunner, value: float | None) -> None:
-    """What a static row may hold: the last step, or anything."""
-    for name, static in runner._static.items():
-        if name == "topk_ids":
-            static.fill_(0 if value is None else 10**6)
-        elif value is None:
-            static.normal_()
-        else:
-            static.fill_(value)
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 5])

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from blocks import Block, Routed
 from helpers import (
     assert_close,
     assert_same,
@@ -16,7 +17,7 @@ from helpers import (
     random_checkpoint,
     refuses,
 )
-from test_graph_runner import Block, Routed, make_runner, named, poison
+from runner_helpers import make_runner, named, poison
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -20,6 +21,7 @@ pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]
 
 from bench_helpers import CPU, options
 from checkpoint_helpers import small_config, write_checkpoint
+from cuda_fakes import fake_cuda
 
 from megamoe_compile.commands import cli
 from megamoe_compile.commands.bench import (
@@ -34,7 +36,7 @@ from megamoe_compile.commands.bench import (
 from megamoe_compile.commands.bench import (
     report as bench_report,
 )
-from megamoe_compile.commands.bench.columns import COLUMNS, Options
+from megamoe_compile.commands.bench.columns import KINDS, Options
 from megamoe_compile.commands.bench.measure import (
     HostTime,
     KernelShare,
@@ -46,10 +48,10 @@ from megamoe_compile.commands.bench.measure import (
 from megamoe_compile.commands.bench.models import (
     CheckpointSource,
     RandomSource,
-    counting_experts,
     fitting_layers,
     make_source,
     model_without_experts,
+    noting_ids,
     set_bf16_experts,
     set_fp8_experts,
 )
@@ -67,6 +69,7 @@ from megamoe_compile.custom_ops.reference.recipe import (
     moe_reference,
     quantize_blocks,
 )
+from megamoe_compile.engines.transformers.experts import find_experts
 from megamoe_compile.engines.transformers.model import prepare
 
 
@@ -186,12 +189,21 @@ def test_fitting_layers(preset: str) -> None:
 
 def test_counted_experts_are_those_of_the_router() -> None:
     step = bf16_step(RandomSource("tiny", None), 4, 8)
-    with torch.no_grad(), counting_experts(step.model) as counts:
+    with torch.no_grad(), noting_ids(step.model) as taken:
         step(torch.tensor([3]), torch.tensor([1]))
-        assert counts == [4, 4]  # top-4 of each layer
+        assert [ids.unique().numel() for ids in taken] == [4, 4]  # top-4 of each layer
         step(torch.tensor([3, 3, 3, 3]), torch.tensor([1]))
-    assert all(4 <= count <= 16 for count in counts[2:])
-    assert len(counts) == 4
+    assert [tuple(ids.shape) for ids in taken] == [(1, 4)] * 2 + [(4, 4)] * 2
+    assert all(4 <= ids.unique().numel() <= 16 for ids in taken[2:])
+
+
+def test_no_hook_stays_on_the_experts() -> None:
+    step = bf16_step(RandomSource("tiny", None), 4, 8)
+    experts = find_experts(step.model).values()
+    with pytest.raises(RuntimeError, match="far enough"), noting_ids(step.model):
+        assert all(module._forward_pre_hooks for module in experts)
+        raise RuntimeError("far enough")
+    assert len(experts) == 2 and not any(module._forward_pre_hooks for module in experts)
 
 
 def test_step_bytes() -> None:
@@ -253,7 +265,7 @@ def test_the_command_runs_all_columns(tmp_path: Path, capsys: pytest.CaptureFixt
     data = json.loads(printed.out)
     assert code == 1
     columns = {column["name"]: column for column in data["columns"]}
-    assert tuple(columns) == COLUMNS
+    assert tuple(columns) == tuple(KINDS)
     assert "expected cuda, got cpu" in columns["chain"]["error"]
     for name in ("hf-eager", "hf", "megamoe"):
         (cell,) = columns[name]["cells"]
@@ -365,7 +377,7 @@ def test_hf_takes_the_best_of_each_batch(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_profiles_come_after_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that was profiled launches slower: 4.46 ms instead of 4.18 for one model."""
     order: list[str] = []
-    timed, built = bench_passes.time_steps, bench_columns._built
+    timed, built = bench_passes.time_steps, bench_columns.Column.__init__
     stores: list[Any] = []
 
     def time_steps(*args: Any) -> Any:
@@ -377,14 +389,13 @@ def test_profiles_come_after_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
         order.append(f"profile {tokens.shape[1]}")
         return KernelShare(0.5, 1.0, 2, [])
 
-    def note(*args: Any) -> Any:
-        step = built(*args)
-        stores.append(step.stores[0].keys.shape[0])
-        return step
+    def note(column: Any, *args: Any) -> None:
+        built(column, *args)
+        stores.append(column.step.stores[0].keys.shape[0])
 
     monkeypatch.setattr(bench_passes, "time_steps", time_steps)
     monkeypatch.setattr(bench_passes, "kernel_share", kernel_share)
-    monkeypatch.setattr(bench_columns, "_built", note)
+    monkeypatch.setattr(bench_columns.Column, "__init__", note)
     kept: list[str] = []
     run = options(
         source=RandomSource("tiny", 1),
@@ -398,14 +409,14 @@ def test_profiles_come_after_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
     best = list(bench_columns.HF_IMPLEMENTATIONS)
     for cell, name in zip(results[1].cells, best, strict=True):
         cell.implementation = name
-    captured = bench_columns._captured
+    captured = bench_columns.CapturedColumn.ready
     made: list[str] = []
 
-    def spy(step: Any, run: Options, batch: int, name: str, say: Any) -> Any:
+    def spy(column: Any, batch: int, name: str) -> Any:
         made.append(name)
-        return captured(step, run, batch, name, say)
+        return captured(column, batch, name)
 
-    monkeypatch.setattr(bench_columns, "_captured", spy)
+    monkeypatch.setattr(bench_columns.CapturedColumn, "ready", spy)
     assert set(order) == {"time"}
     kept.clear()
     order.clear()
@@ -420,6 +431,38 @@ def test_profiles_come_after_all_times(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == [cell.implementation for cell in results[1].cells] == best
     assert not any(cell.share for cell in results[0].cells)
     assert stores == [2] * 5
+
+
+class OnFakeCuda(Options):
+    """A run on a GPU whose tensors are on the CPU."""
+
+    def tokens(self, batch: int) -> torch.Tensor:
+        return Options.tokens(dataclasses.replace(self, device=CPU), batch)
+
+
+@pytest.mark.usefixtures("quick_compile")
+def test_a_column_asks_for_the_kernels_of_its_fills_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def instantiator(device: torch.device) -> Any:
+        made.append(device)
+        return lambda graph: log.append("fills replaced")
+
+    monkeypatch.setattr(bench_columns, "instantiator", instantiator)
+    run = options(source=RandomSource("tiny", 1))
+    with bench_columns.built_column("hf", run, str, ColumnResult("hf")) as column:
+        log = fake_cuda(monkeypatch)
+        for name in ("synchronize", "reset_peak"):
+            monkeypatch.setattr(bench_columns, name, lambda device: None)
+        fields = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
+        column.options = OnFakeCuda(**{**fields, "device": torch.device("cuda")})
+        for batch in (1, 2):
+            ready = column.ready(batch, "grouped_mm")
+            tokens = torch.full((batch,), 7)
+            ready.call(tokens)
+            assert torch.equal(ready.memory[0], tokens) and ready.capture_s is not None
+    assert made == [CPU]
+    assert log.count("fills replaced") == log.count("replay") == log.count("captured") == 2
 
 
 @pytest.mark.usefixtures("quick_compile")
@@ -454,7 +497,7 @@ def test_routers_are_fused_where_asked(fuse: bool, monkeypatch: pytest.MonkeyPat
         built.append(model)
         raise RuntimeError("far enough")
 
-    monkeypatch.setattr(bench_columns, "_built", stop)
+    monkeypatch.setattr(bench_columns, "BenchStep", stop)
     list(run_columns(["megamoe"], options(fuse_routers=fuse), lambda text: None))
     gates = [layer.mlp.gate for layer in built[0].model.layers]
     assert all(isinstance(gate, FusedRouter) is fuse for gate in gates)

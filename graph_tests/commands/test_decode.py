@@ -189,7 +189,7 @@ def test_other_attention_is_refused(fields: dict[str, Any]) -> None:
 def test_slots_give_what_the_model_gives_without_a_cache(family: str) -> None:
     """The eager half of `decode` against transformers alone: the whole sequence in one call."""
     needs_transformers()
-    from test_transformers import make_model
+    from hf_models import make_model
 
     model = make_model(family)
     step = DecodeStep(model, SlotCache(8, 16), torch.full((1,), 99, dtype=torch.int32))
@@ -425,7 +425,7 @@ def test_decode_of_a_local_checkpoint(
     family: str, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     needs_transformers()
-    from test_transformers import make_model
+    from hf_models import make_model
 
     make_model(family).save_pretrained(tmp_path)
     arguments = ["decode", "--model", str(tmp_path), "--buckets", "1,3,8", "--steps", "24"]
@@ -443,7 +443,9 @@ def test_decode_of_a_local_checkpoint(
         (["--buckets", "0,2"], "expected a number of at least 1, got 0"),
         (["--buckets", "two"], "--buckets"),
         (["--steps", "0"], "expected a number of at least 1, got 0"),
-        (["--device", "gpu9000"], "expected a device like cpu or cuda:0, got gpu9000"),
+        (["--ranks", "many"], "expected a number of at least 1, got many"),
+        (["--device", "gpu9000"], "expected cpu, cuda or cuda:N, got gpu9000"),
+        (["--device", "meta"], "expected cpu, cuda or cuda:N, got meta"),
         (["--model", "/does/not/exist"], "expected a file /does/not/exist"),
         (["--backend", "magic"], "--backend"),
     ],

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import make_config, make_layer, named, outcome, random_inputs
+from kernel_mocks import MockKernels, assert_interface
 from torch import Tensor
 
 import megamoe_compile as mm
@@ -23,21 +24,6 @@ from megamoe_compile.custom_ops.errors import BackendUnavailable
 
 CUDA = torch.device("cuda")  # on a CPU only its name is asked for
 MEMSET = 2  # CU_GRAPH_NODE_TYPE_MEMSET
-
-
-class MockLibrary:
-    """The library, for a graph that is a number."""
-
-    def __init__(self, error: int = 0) -> None:
-        self.error = error
-
-    def megamoe_graph_fills(self, graph: int, replaced: Any) -> int:
-        assert graph == 77
-        replaced._obj.value = 3
-        return self.error
-
-    def megamoe_graph_fills_error_string(self, error: int) -> bytes:
-        return b"made up"
 
 
 class MockGraph:
@@ -52,8 +38,15 @@ class MockGraph:
 
 
 def on_mocks(error: int = 0) -> tuple[KernelFills, Any]:
-    library: Any = MockLibrary(error)
-    return KernelFills(torch.device("cpu"), library), MockGraph()
+    def fill(graph: int, replaced: Any) -> int:
+        assert graph == 77
+        replaced._obj.value = 3
+        return error
+
+    library: Any = MockKernels("graph_fills", fill)
+    fills = KernelFills(torch.device("cpu"), library)
+    assert library.configs == [None]
+    return fills, MockGraph()
 
 
 def test_a_graph_is_changed_and_then_instantiated() -> None:
@@ -65,10 +58,8 @@ def test_a_graph_is_changed_and_then_instantiated() -> None:
 def test_a_refused_change_is_reported_and_nothing_instantiated() -> None:
     fills, graph = on_mocks(error=801)
     got = outcome(lambda: fills(graph))
-    assert got.startswith(
-        "RuntimeError: fills of a captured graph: expected kernels in their place"
-    )
-    assert "CUDA error 801 (made up)" in got and graph.instantiated == 0
+    assert got.startswith("RuntimeError: call of graph_fills: expected success, got CUDA error 801")
+    assert "report it with the versions of torch" in got and graph.instantiated == 0
 
 
 def test_only_cuda_with_a_compiler_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,6 +86,7 @@ def test_the_kernels_build_without_spills(tmp_path: Path) -> None:
         assert len(kernels) == 4
         for kernel in kernels:
             assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
+        assert_interface(library, "graph_fills")
 
 
 # -- on a GPU -------------------------------------------------------------------------------------

@@ -15,9 +15,12 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from helpers import outcome, refuses
+from kernel_mocks import MockKernels, assert_interface
 from torch import Tensor
 
 from megamoe_compile.custom_ops.cuda import build as cuda_build
@@ -29,6 +32,7 @@ from megamoe_compile.custom_ops.staging.pre_dispatch import (
     StagingBuffer,
     TritonPreDispatch,
 )
+from megamoe_compile.custom_ops.staging.rows import check_rows
 
 SOURCES = ["staging/pre_dispatch.cu"]
 CAPACITY_MARGIN = 3  # rows of the buffer behind the last token
@@ -281,9 +285,8 @@ def test_bad_inputs_are_named() -> None:
     case = Case(4, 256, top_k=2)
     good = make_inputs(case)
     buffer = poisoned_buffer(case)
-    from megamoe_compile.custom_ops.staging.pre_dispatch import _reject
-
-    _reject(*good[:3], buffer, case.top_k)
+    limits = buffer.limits(case.top_k)
+    check_rows(*good[:3], *limits)
     x, ids, weights, _ = good
     for bad, message in (
         ((x[:, :128], ids, weights), r"x\.shape.*expected \(4, 256\), got \(4, 128\)"),
@@ -293,12 +296,44 @@ def test_bad_inputs_are_named() -> None:
         ((x, ids, weights.T.contiguous().T), r"topk_weights\.stride"),
     ):
         with pytest.raises(ValueError, match=message):
-            _reject(*bad, buffer, case.top_k)
+            check_rows(*bad, *limits)
     many = make_inputs(replace(case, tokens=8))
     with pytest.raises(CapacityError, match="at most 7, got 8"):
-        _reject(*many[:3], buffer, case.top_k)
+        check_rows(*many[:3], *limits)
+    with pytest.raises(CapacityError, match=r"at most 7, got 8\. Call another\."):
+        check_rows(*many[:3], *limits, cure="Call another.")
+    single = Case(4, 256, top_k=1)
+    x, ids, weights, _ = make_inputs(single)
+    column = ids.expand(4, 2)[:, ::2]  # one column has no stride to speak of
+    check_rows(x, column, weights, *poisoned_buffer(single).limits(1))
     with pytest.raises(ValueError, match="contiguous"):
         StagingBuffer(buffer.x, buffer.scale, buffer.ids[::2], buffer.weights)
+
+
+def test_a_failed_launch_is_named() -> None:
+    """What is wrong with the inputs where the library refuses them, and else the error."""
+    case = Case(4, 256, top_k=2)
+    x, ids, weights, num_valid = make_inputs(case)
+    zero, returned = torch.zeros(1, dtype=torch.int32), [0]
+    calls: list[tuple[Any, ...]] = []
+
+    def launch(*args: Any) -> int:
+        calls.append(args)
+        return 1 if args[-2] < 0 else returned[0]
+
+    library: Any = MockKernels("pre_dispatch", launch)
+    launcher = PreDispatch(poisoned_buffer(case), case.routing, zero, library=library)
+    assert library.configs == [launcher._config_address]
+    launcher(x, ids, weights, num_valid, zero, 99)
+    assert calls[0][0] == launcher._config_address and calls[0][-3:] == (4, 2, 99)
+    with pytest.raises(ValueError, match=r"topk_ids\.dtype"):
+        launcher(x, ids.short(), weights, num_valid, zero, 99)
+    returned[0] = 700
+    got = outcome(lambda: launcher(x, ids, weights, num_valid, zero, 99))
+    assert got.startswith("RuntimeError: call of pre_dispatch: expected success, got CUDA error ")
+    refusing: Any = MockKernels("pre_dispatch", launch, refusal=209)
+    with refuses(BackendUnavailable, "pre_dispatch kernels on cpu", "SM90", 'backend="triton"'):
+        PreDispatch(poisoned_buffer(case), case.routing, zero, library=refusing)
 
 
 def _nvcc_or_skip() -> None:
@@ -320,7 +355,7 @@ def test_cuda_kernel_builds_without_spills(tmp_path: Path) -> None:
     assert cuda_build.build("pre_dispatch", SOURCES, cache_dir=tmp_path) == library
     assert library.stat().st_mtime_ns == built
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".log", ".so"]
-    assert cuda_build.load(library).megamoe_pre_dispatch
+    assert_interface(library, "pre_dispatch")
 
 
 def test_build_failures_say_what_and_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import assert_same, make_config, make_layer, named, outcome, random_inputs
+from kernel_mocks import MockKernels, assert_interface
 from torch import Tensor, nn
 
 import megamoe_compile as mm
@@ -26,14 +27,15 @@ from megamoe_compile.custom_ops.cuda.replay_copy import (
 DTYPES = (torch.bfloat16, torch.int32, torch.int64, torch.float32, torch.uint8)
 
 
-class MockLibrary:
+class MockLibrary(MockKernels):
     """The kernel's library, for CPU tensors."""
 
     def __init__(self) -> None:
+        super().__init__("replay_copy", self._copy)
         self.launches = 0
         self.error = 0
 
-    def megamoe_replay_copy(self, at: int, stream: int) -> int:
+    def _copy(self, at: int, stream: int) -> int:
         assert stream == 77
         if self.error:
             return self.error
@@ -46,15 +48,13 @@ class MockLibrary:
         ctypes.c_int32.from_address(request.num_valid).value = request.value
         return 0
 
-    def megamoe_replay_copy_error_string(self, error: int) -> bytes:
-        return b"made up"
-
 
 @pytest.fixture
 def mock() -> tuple[CudaInputCopier, MockLibrary]:
     """A CUDA copier that takes CPU tensors, whose device index is -1."""
     library: Any = MockLibrary()
     copier = CudaInputCopier(torch.zeros(1, dtype=torch.int32), library)
+    assert library.configs == [None]
     copier._current_device = lambda: -1
     copier._current_stream = lambda index: 77
     return copier, library
@@ -142,8 +142,8 @@ def test_a_failed_launch_is_reported(mock: tuple[CudaInputCopier, MockLibrary]) 
     library.error = 700
     tensors = make_tensors()
     got = outcome(lambda: copier.prepare(tensors, 7)(tensors))
-    assert got.startswith("RuntimeError: launch that copies 5 inputs: expected success, got CUDA")
-    assert "700 (made up)" in got
+    assert got.startswith("RuntimeError: call of replay_copy: expected success, got CUDA error 700")
+    assert "(made up). An earlier kernel may have failed" in got
 
 
 def test_the_kernel_builds_without_spills(tmp_path: Path) -> None:
@@ -154,6 +154,7 @@ def test_the_kernel_builds_without_spills(tmp_path: Path) -> None:
         library = cuda_build.build("replay_copy", ["cuda/replay_copy.cu"], arch, tmp_path)
         (kernel,) = cuda_build.resource_report(library)
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
+        assert_interface(library, "replay_copy")
     assert ctypes.sizeof(replay_copy._Request) == 24 * MAX_RANGES + 16  # asserted there too
 
 

@@ -1,272 +1,50 @@
 """The small-batch kernel against the recipe.
 
-The cases run twice: on an SM90 GPU, and without one on the CPU, where csrc/small_batch is compiled
-with g++ and every CUDA thread is a fiber (cpu_gpu.hpp says what that checks and what not).
+The cases run twice: on an SM90 GPU, and without one on the CPU (see small_batch_layers.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
-import shutil
-import subprocess
-import tempfile
 import types
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from helpers import assert_same, refuses, relative_error
+from kernel_mocks import assert_interface
+from small_batch_layers import (
+    DEVICES,
+    TOLERANCE,
+    VARIANTS,
+    Backend,
+    Case,
+    backend_of,
+    check,
+    emulated,
+    make_inputs,
+    make_layer,
+    make_op,
+    needs_sm90,
+    variants_of,
+)
 from torch import Tensor
 
 from megamoe_compile.custom_ops.cuda import build as cuda_build
 from megamoe_compile.custom_ops.errors import BackendUnavailable
-from megamoe_compile.custom_ops.reference.recipe import (
-    interleave_gate_up,
-    moe_reference,
-    quantize_blocks,
-)
 from megamoe_compile.custom_ops.small_batch import kernel as small_batch_cuda
-from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP, SmallBatch, Tuning
-
-SUPPORT = Path(__file__).resolve().parents[1] / "support"
-SM90 = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-needs_sm90 = pytest.mark.skipif(not SM90, reason="needs an SM90 GPU")
-# Beside the recipe: fp32 sums in another order, and the matrix units' own sums of 128 products. A
-# sum that lands on the other side of a rounding step of the intermediate moves it by one step.
-TOLERANCE = 0.01
-VARIANTS = 9  # kVariants
+from megamoe_compile.custom_ops.small_batch.kernel import Tuning
 
 
-@dataclass(frozen=True)
-class Case:
-    tokens: int
-    hidden: int = 256
-    intermediate: int = 256
-    experts: int = 8
-    top_k: int = 2
-    limit: float | None = 10.0
-    ids: torch.dtype = torch.int64
-    weights: torch.dtype = torch.float32
-    num_valid: int | None = None
-    shared: int = 0
-    scaling: float = 1.0
-    layout: str = "dense"  # dense | strided | odd (rows not 16-byte aligned)
-    routing: str = "random"  # or one (expert 1 has slot 0), same (all slots), holes, none (all -1)
-    seed: int = 0
-
-    def __str__(self) -> str:
-        changed = [
-            f"{name}={value}".replace("torch.", "")
-            for name, value in asdict(self).items()
-            if name == "tokens" or value != getattr(DEFAULT, name)
-        ]
-        return "-".join(changed)
-
-
-DEFAULT = Case(0)
-
-
-@functools.lru_cache(maxsize=8)
-def weights_of(experts: int, hidden: int, intermediate: int, device: str) -> tuple[Tensor, ...]:
-    """Prepared w13, w13_scale, w2, w2_scale."""
-    generator = torch.Generator(device).manual_seed(experts)
-    random = functools.partial(torch.randn, generator=generator, device=device)
-    parts: list[tuple[Tensor, ...]] = []
-    for _ in range(experts):
-        q13, s13 = quantize_blocks(random(2 * intermediate, hidden) * hidden**-0.5)
-        q2, s2 = quantize_blocks(random(hidden, intermediate) * intermediate**-0.5)
-        q13 = interleave_gate_up(q13.view(torch.uint8)).view(q13.dtype)
-        parts.append((q13, s13, q2, s2))
-    return tuple(
-        torch.stack([t.view(torch.uint8) for t in ts]).view(ts[0].dtype)
-        if ts[0].dtype is torch.float8_e4m3fn
-        else torch.stack(ts)
-        for ts in zip(*parts, strict=True)
-    )
-
-
-@dataclass
-class Layer:
-    """A case's kernels, inputs and weights."""
-
-    case: Case
-    device: str
-    op: SmallBatch
-    x: Tensor
-    ids: Tensor
-    routing: Tensor
-    num_valid: Tensor
-    weights: tuple[Tensor, ...]
-    launch_count: Tensor
-    invalid_count: Tensor
-    library: ctypes.CDLL | None
-
-    def __call__(self, y: Tensor | None = None, rows: slice = slice(None)) -> Tensor:
-        """Poisoned output, one call, synchronized."""
-        x = self.x[rows]
-        if y is None:
-            y = torch.full(x.shape, float("nan"), dtype=torch.bfloat16, device=self.device)
-        for name, workspace in self.op._workspaces.items():
-            if name != "counters":
-                workspace.view(torch.uint8).fill_(0xFF)  # NaN of each type
-        self.launch(y, rows)
-        self.synchronize()
-        return y
-
-    def launch(self, y: Tensor, rows: slice = slice(None)) -> None:
-        stream = 0 if self.device == "cpu" else torch.cuda.current_stream().cuda_stream
-        self.op(
-            self.x[rows],
-            self.ids[rows],
-            self.routing[rows],
-            self.num_valid,
-            self.launch_count,
-            *self.weights,
-            y,
-            stream,
-        )
-
-    def synchronize(self) -> None:
-        if self.library is not None:
-            self.library.emulator_synchronize()
-        else:
-            torch.cuda.synchronize()
-
-    def reference(self, *, recipe: bool = True) -> Tensor:
-        return moe_reference(
-            self.x,
-            self.ids,
-            self.routing,
-            *self.weights,
-            num_valid=int(self.num_valid),
-            swiglu_limit=self.case.limit,
-            routed_scaling_factor=self.case.scaling,
-            num_shared_experts=self.case.shared,
-            **(dict(intermediate_group=INTERMEDIATE_GROUP) if recipe else dict(quantize=False)),
-        )
-
-
-def make_inputs(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(case.seed * 1009 + case.tokens)
-    tokens, hidden = case.tokens, case.hidden
-    x = torch.randn(tokens, hidden, generator=generator).bfloat16().to(device)
-    if case.layout == "strided":
-        x = torch.cat([x, x], dim=1)[:, :hidden]
-    elif case.layout == "odd":
-        wide = torch.zeros(tokens, hidden + 3, dtype=x.dtype, device=device)
-        wide[:, 1 : hidden + 1] = x
-        x = wide[:, 1 : hidden + 1]
-    scores = torch.rand(tokens, case.experts, generator=generator)
-    routing, ids = scores.topk(case.top_k, dim=-1)
-    if case.routing == "one":
-        ids[:, 0] = 1
-        ids[:, 1:] = -1
-    elif case.routing == "same":
-        ids[:] = 1
-    elif case.routing == "holes":
-        ids[torch.rand(ids.shape, generator=generator) < 0.4] = -1
-    elif case.routing == "none":
-        ids[:] = -1
-    valid = tokens if case.num_valid is None else case.num_valid
-    return (
-        x,
-        ids.to(device, case.ids),
-        (routing / max(case.top_k, 1)).to(device, case.weights),
-        torch.tensor([valid], dtype=torch.int32, device=device),
-    )
-
-
-def make_op(device: str, library: ctypes.CDLL | None, **options: Any) -> SmallBatch:
-    """Of a small geometry where `options` says nothing else; five blocks on the emulated GPU."""
-    defaults = dict(hidden_size=256, intermediate_size=256, num_experts=8, top_k=2, capacity=1)
-    defaults |= dict(tuning=Tuning(num_sms=5 if library is not None else None))
-    return SmallBatch(device=torch.device(device), library=library, **{**defaults, **options})
-
-
-def make_layer(
-    case: Case, device: str, library: ctypes.CDLL | None, tuning: Tuning | None = None
-) -> Layer:
-    count, invalid = (torch.zeros(1, dtype=torch.int32, device=device) for _ in range(2))
-    op = make_op(
-        device,
-        library,
-        hidden_size=case.hidden,
-        intermediate_size=case.intermediate,
-        num_experts=case.experts,
-        num_shared_experts=case.shared,
-        top_k=case.top_k,
-        capacity=case.tokens,
-        swiglu_limit=case.limit,
-        routed_scaling_factor=case.scaling,
-        invalid_count=invalid,
-        **({} if tuning is None else dict(tuning=tuning)),
-    )
-    weights = weights_of(case.experts + case.shared, case.hidden, case.intermediate, device)
-    inputs = make_inputs(case, device)
-    return Layer(case, device, op, *inputs, weights, count, invalid, library)
-
-
-Backend = tuple[str, ctypes.CDLL | None]
-
-
-@functools.cache
-def emulated() -> ctypes.CDLL:
-    """csrc/small_batch/small_batch.cu for the CPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("g++ is not installed")
-    try:
-        include = cuda_build.find_nvcc().resolve().parent.parent / "include"
-    except BackendUnavailable as error:
-        pytest.skip(f"CUDA headers: {error}")
-    if not (include / "cuda_fp8.h").exists():
-        include = Path("/usr/local/cuda/include")
-    if not (include / "cuda_fp8.h").exists():
-        pytest.skip(f"CUDA headers are not at {include}")
-    folder = Path(tempfile.mkdtemp(prefix="cpu_gpu-"))
-    library = folder / "small_batch.so"
-    command = ["g++", "-O1", "-std=gnu++20", "-shared", "-fPIC", "-ffp-contract=off", "-Wno-psabi"]
-    command.append("-Wl,-Bsymbolic")  # our cuda* functions, not those of a CUDA build of torch
-    command += [f"-I{include}", "-o", str(library), str(SUPPORT / "cpu_gpu.cpp")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    loaded = small_batch_cuda.declare(ctypes.CDLL(str(library)))
-    loaded.emulator_seed.argtypes = (ctypes.c_uint64,)
-    loaded.emulator_variant.argtypes = (ctypes.c_void_p, ctypes.c_int)
-    shutil.rmtree(folder)  # it stays loaded
-    return loaded
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_sm90])])
-def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    if request.param == "cuda":
-        yield "cuda", None
-        return
-    library = emulated()
-    library.emulator_seed(7)
-    yield "cpu", library
+@pytest.fixture(params=DEVICES)
+def backend(request: pytest.FixtureRequest) -> Backend:
+    return backend_of(request.param)
 
 
 @pytest.fixture
 def gpu() -> Backend:
     return "cuda", None
-
-
-def check(layer: Layer, tolerance: float = TOLERANCE) -> Tensor:
-    y = layer()
-    assert bool(y.isfinite().all()), "an element was not written, or is not finite"
-    assert relative_error(y, layer.reference()) <= tolerance
-    assert int(layer.launch_count) == 1
-    assert not layer.op._workspaces["counters"].any(), "counters are left for the next launch"
-    skipped = (layer.ids == -1).all(dim=1)
-    skipped |= torch.arange(layer.case.tokens, device=y.device) >= layer.num_valid
-    if not layer.case.shared:
-        assert not y[skipped].any(), "a row without an expert is not zero"
-    return y
 
 
 CASES = [
@@ -426,7 +204,7 @@ def test_most_tokens_of_a_call(backend: Backend) -> None:
         assert op.max_tokens == most
     layer = make_layer(Case(9, experts=128, top_k=128), *backend)
     assert layer.op.max_tokens == 8
-    with refuses(ValueError, "tokens: expected at most 8, got 9"):
+    with refuses(ValueError, "tokens on this rank: expected at most 8, got 9"):
         layer()
 
 
@@ -480,12 +258,7 @@ def test_constants_are_those_of_the_source() -> None:
 
 
 def test_cases_reach_every_variant() -> None:
-    library = emulated()
-    reached = set()
-    for case in CASES:
-        op = make_layer(case, "cpu", library).op
-        reached.add(library.emulator_variant(op._config_address, case.tokens))
-    assert reached == set(range(VARIANTS))
+    assert variants_of(CASES) == set(range(VARIANTS))
 
 
 def routing_of(counts: list[int]) -> Tensor:
@@ -589,11 +362,12 @@ def test_what_the_compiler_made() -> None:
             raise
         pytest.skip(str(error))
     report = cuda_build.resource_report(library)
-    assert len(report) == VARIANTS
+    assert len(report) == 2 * VARIANTS
     for kernel in report:
         assert kernel.spill_stores == kernel.spill_loads == kernel.stack == 0, kernel
     log = library.with_suffix(".log").read_text()
     assert "wgmma" not in log and "C75" not in log, log
+    assert_interface(library, "small_batch")
 
 
 # -- GPU only ------------------------------------------------------------------------------------

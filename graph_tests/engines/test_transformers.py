@@ -28,89 +28,27 @@ from torch._dynamo.utils import counters
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megamoe_compile as mm
-from megamoe_compile.custom_ops.reference.recipe import FP8, dequantize_blocks, quantize_blocks
+from megamoe_compile.custom_ops.reference.recipe import FP8, quantize_blocks
 
 transformers = pytest.importorskip("transformers", reason="needs the extra: megamoe-compile[hf]")
 
+from hf_models import (  # noqa: E402
+    CAPACITY,
+    FAMILIES,
+    PROMPT,
+    dequantized,
+    experts_of,
+    logits_of,
+    make_model,
+)
+
 from megamoe_compile.engines.transformers import model as megamoe  # noqa: E402
 from megamoe_compile.engines.transformers.experts import HFExperts, layout_of  # noqa: E402
-
-CAPACITY = 64
-COMMON: dict[str, Any] = dict(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=256,
-    moe_intermediate_size=128,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    num_experts_per_tok=2,
-    pad_token_id=0,
-)
-FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_moe": (
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        dict(head_dim=64, num_experts=4, norm_topk_prob=True),
-    ),
-    "deepseek_v3": (
-        "DeepseekV3Config",
-        "DeepseekV3ForCausalLM",
-        dict(
-            n_routed_experts=4,
-            n_group=2,
-            topk_group=1,
-            first_k_dense_replace=1,
-            kv_lora_rank=32,
-            q_lora_rank=32,
-            qk_rope_head_dim=16,
-            qk_nope_head_dim=32,
-            v_head_dim=32,
-            routed_scaling_factor=2.5,
-        ),
-    ),
-    "glm4_moe": (
-        "Glm4MoeConfig",
-        "Glm4MoeForCausalLM",
-        dict(
-            head_dim=64,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            first_k_dense_replace=1,
-            routed_scaling_factor=1.5,
-        ),
-    ),
-}
-PROMPT = torch.arange(1, 19).reshape(2, 9)
-
-
-def make_model(family: str = "qwen3_moe", **changes: Any) -> Any:
-    config_name, model_name, fields = FAMILIES[family]
-    config = getattr(transformers, config_name)(**{**COMMON, **fields, **changes})
-    torch.manual_seed(0)
-    # Not .to(torch.bfloat16): that would round the rotary frequencies too.
-    return getattr(transformers, model_name)._from_config(config, dtype=torch.bfloat16).eval()
-
-
-def experts_of(model: nn.Module) -> list[Any]:
-    return [module for module in model.modules() if hasattr(module, "is_transposed")]
 
 
 def quantize(w: Tensor) -> tuple[Tensor, Tensor]:
     pairs = [quantize_blocks(expert) for expert in w.detach()]
     return torch.stack([q for q, _ in pairs]), torch.stack([s for _, s in pairs])
-
-
-def dequantized(model: Any) -> Any:
-    """The same model with the weights that 128x128 FP8 leaves of its experts."""
-    model = copy.deepcopy(model)
-    for experts in experts_of(model):
-        for parameter in (experts.gate_up_proj, experts.down_proj):
-            for expert in parameter.data:
-                expert.copy_(dequantize_blocks(*quantize_blocks(expert)))
-    return model
 
 
 def fp8_model(scale_dtype: torch.dtype = torch.float32) -> Any:
@@ -138,11 +76,6 @@ def fp8_model(scale_dtype: torch.dtype = torch.float32) -> Any:
             scale = scale.to(scale_dtype)
             setattr(experts, f"{name}_scale_inv", nn.Parameter(scale, requires_grad=False))
     return model
-
-
-def logits_of(model: Any, ids: Tensor = PROMPT) -> Tensor:
-    with torch.no_grad():
-        return model(ids).logits
 
 
 @pytest.fixture
@@ -531,10 +464,6 @@ def odd_experts(**attributes: Any) -> Any:
         (lambda: odd_experts(has_post_expert_norm=True), ["has_post_expert_norm", "got True"]),
         (lambda: odd_experts(activation_scheme="static"), ["activation_scheme", "'static'"]),
         (lambda: make_model().to("meta"), ["loaded", "meta device"]),
-        (
-            lambda: nn.ModuleList([make_model(), make_model(moe_intermediate_size=256)]),
-            ["1.model.layers.0.mlp.experts", "intermediate_size=256", "one by one"],
-        ),
     ],
 )
 def test_unsupported_experts(make: Callable[[], nn.Module], words: list[str]) -> None:

@@ -6,7 +6,6 @@ with a GPU per rank they go through NCCL too.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from gpu_ranks import (
     inputs_of,
     jitter,
     layer_with,
-    ranks_on_one_gpu,
     whole_numbers,
 )
 from helpers import RankPool, assert_close, assert_same, make_config, named, outcome
@@ -35,15 +33,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.multirank, pytest.mark.timeout(420)]
 CAPACITY = 128
 BUCKETS = [1, 8, 32]
 plan_of = mm.StepPlan.from_counts
-
-
-@pytest.fixture(scope="module", params=[2, 4, 8])
-def pool(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RankPool]:
-    made = ranks_on_one_gpu(request.param, tmp_path_factory.mktemp("ranks"))
-    yield made
-    made.close()
 
 
 def _layer(**changes: Any) -> mm.MegaMoE:

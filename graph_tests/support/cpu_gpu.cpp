@@ -1,4 +1,4 @@
-// Built by test_small_batch_cuda.py: csrc/small_batch/small_batch.cu with fibers for threads.
+// Built by small_batch_layers.py: csrc/small_batch/small_batch.cu with fibers for threads.
 
 #include "cpu_gpu.hpp"
 
@@ -31,6 +31,12 @@ extern "C" {
 int emulator_variant(const MegaMoESmallBatchConfig* config, int tokens) {
     small_batch::Args args = {};
     return static_cast<int>(small_batch::choose(*config, tokens, args) - small_batch::kVariants);
+}
+
+// Whether it runs in the flavour with alpha, beta and biases.
+int emulator_is_general(const MegaMoESmallBatchConfig* config) {
+    const auto& variant = small_batch::kVariants[0];
+    return variant.kernel(*config) == variant.general;
 }
 
 // What custom_ops/small_batch/kernel.py repeats, in the order of the test that compares them.

@@ -475,8 +475,8 @@ inline void check_off(int* at, int last) { count_up(at, last); }
 inline void multiply_begin() {}
 inline void multiply_commit() {}
 inline void multiply_wait() {}
-template <int kCount>
-void hold(float (&)[kCount]) {}
+template <typename T>
+void hold(T&) {}
 
 inline float element(const uint8_t* matrix, int row, int column) {
     if (reinterpret_cast<uintptr_t>(matrix) % 1024) emu::fail("a matrix is not aligned");

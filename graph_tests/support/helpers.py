@@ -35,6 +35,14 @@ SMALL: Mapping[str, Any] = {
     "max_tokens_per_rank": 64,
 }
 
+GPU_SHAPE: Mapping[str, Any] = {  # the smallest that all kernels of one rank take
+    "hidden_size": 512,
+    "intermediate_size": 256,
+    "num_experts": 16,
+    "top_k": 4,
+    "max_tokens_per_rank": 384,
+}
+
 # -- layers and inputs ----------------------------------------------------------------------------
 
 
@@ -173,6 +181,7 @@ def op_arguments(layer: mm.MegaMoE, inputs: Inputs, *, as_bytes: bool = False) -
         layer.w2_bias,
         layer.num_valid,
         layer.launch_count,
+        layer._context_id,
         *layer._constants,
     )
 
@@ -229,10 +238,12 @@ def assert_one_sentence(message: str, *words: str) -> None:
 
 
 @contextlib.contextmanager
-def refuses(error: type[BaseException], *words: str) -> Iterator[None]:
+def refuses(
+    error: type[BaseException], *words: str
+) -> Iterator[pytest.ExceptionInfo[BaseException]]:
     """pytest.raises(error), with expected, got, cure and `words` in the message."""
     with pytest.raises(error) as caught:
-        yield
+        yield caught
     assert_one_sentence(str(caught.value), *words)
 
 

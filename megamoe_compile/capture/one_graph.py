@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..context import ALL_VALID, MegaMoEContext
+from ..context import ALL_VALID
 from ..errors import CapacityError, mismatch
+from .contexts import AnyContext
 
 
 def compile_one_graph(
     step: Callable[..., Any],
-    context: MegaMoEContext,
+    context: AnyContext,
     token_inputs: Sequence[str],
     **compile_options: Any,
 ) -> Callable[..., Any]:
@@ -29,7 +30,7 @@ def compile_one_graph(
 
     Args:
         step: must not branch on the number of tokens.
-        context: the context of the step's layers.
+        context: the context, or contexts, of the step's layers.
         token_inputs: names of the tensor arguments whose dimension 0 counts tokens.
         compile_options: for torch.compile; fullgraph=True unless given.
 
@@ -48,7 +49,7 @@ def compile_one_graph(
         raise ValueError(
             mismatch("token_inputs", f"names of {list(signature.parameters)}", names, "Name them.")
         )
-    capacity = context.config.max_tokens_per_rank
+    capacity = context.max_tokens_per_rank
 
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

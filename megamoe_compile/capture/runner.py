@@ -13,13 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..context import ALL_VALID, MegaMoEContext
+from ..context import ALL_VALID
+from ..custom_ops.cuda.capture import capture
 from ..custom_ops.cuda.graph_fills import instantiator
 from ..custom_ops.cuda.replay_copy import Write, input_copier
-from ..errors import CapacityError, NotWarmedUp, mismatch
+from ..errors import CapacityError, NotWarmedUp, as_int, is_int, mismatch
 from ..parallel.agreement import agreed, check_group, check_same
 from ..parallel.step_plan import StepPlan
 from ..parallel.step_settings import check_buckets
+from .contexts import AnyContext
 from .outputs import GraphOutputs
 from .report import BucketSummary, compiled_graphs, progress_bar
 from .watched import WatchedTensors, builds_native_check
@@ -58,7 +60,8 @@ class GraphRunner:
         example_inputs: one example per input, valid data: it fills the static buffers, and warm-up
             and capture run on it (a step that writes a KV cache writes it there).
         buckets: ascending numbers of tokens.
-        context: the step's context. With several ranks every rank makes the same calls.
+        context: the step's context, or MegaMoEContexts where its layers have several geometries.
+            With several ranks every rank makes the same calls.
         rows: per input, what dimension 0 counts: "tokens" (the default), "requests" (tokens /
             width), or None for an input of fixed shape.
         width: tokens of one request, 1 + draft tokens under speculative decoding.
@@ -83,7 +86,7 @@ class GraphRunner:
         step: Callable[..., Any],
         example_inputs: Mapping[str, Tensor],
         buckets: Sequence[int],
-        context: MegaMoEContext,
+        context: AnyContext,
         *,
         rows: Mapping[str, Rows | None] | None = None,
         width: int = 1,
@@ -98,9 +101,9 @@ class GraphRunner:
         self.with_plan = with_plan
         self.verify = verify
         self.context = context
-        self.width = width
+        self.width = as_int("width", width, "at least 1", 1)
         self.above = above
-        self.buckets = check_buckets(buckets, width, context.config.max_tokens_per_rank)
+        self.buckets = check_buckets(buckets, self.width, context.max_tokens_per_rank)
         self._rows = {name: (rows or {}).get(name, "tokens") for name in example_inputs}
         if unknown := set(rows or {}) - set(example_inputs):
             raise ValueError(
@@ -158,8 +161,8 @@ class GraphRunner:
                 )
             )
         count = self._count(name, self.buckets[-1])
-        repeated = torch.arange(count, device=example.device) % example.shape[0]
-        return example.detach().index_select(0, repeated).contiguous()
+        rows = torch.arange(count, dtype=torch.int64, device=example.device)
+        return example.detach().index_select(0, rows % example.shape[0]).contiguous()
 
     # -- capture --------------------------------------------------------------------------------
 
@@ -225,24 +228,16 @@ class GraphRunner:
     def _capture_cuda(
         self, run_step: Callable[[], Any], pool: Any
     ) -> tuple[Callable[[], Any], Any]:
-        # Warm up on the stream that captures: lazily made state belongs to a stream.
-        stream = torch.cuda.Stream(self.context.device)
-        stream.wait_stream(torch.cuda.current_stream(self.context.device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                run_step()
-        torch.cuda.current_stream(self.context.device).wait_stream(stream)
-        self.context.barrier()
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with (
-            torch.compiler.set_stance("fail_on_recompile"),
-            torch.cuda.graph(graph, pool=pool, stream=stream),
-        ):
-            output = run_step()
+        graph, output = capture(
+            run_step,
+            device=self.context.device,
+            pool=pool,
+            warm_ups=2,
             # The last node gives eager calls their rows back, at no host cost.
-            self.context.num_valid.fill_(ALL_VALID)
-        self._instantiate(graph)
-        self.context.barrier()
+            at_end=lambda: self.context.num_valid.fill_(ALL_VALID),
+            barrier=self.context.barrier,
+            instantiate=self._instantiate,
+        )
 
         def replay() -> Any:
             graph.replay()
@@ -275,9 +270,7 @@ class GraphRunner:
         return sorted(times)[len(times) // 2] * 1e6
 
     def _watch(self) -> WatchedTensors:
-        modules: dict[str, nn.Module] = {
-            f"MegaMoE[{layer.index}]": layer for layer in self.context.layers
-        }
+        modules: dict[str, nn.Module] = {**self.context.named_layers()}
         if self._module is not None:
             modules.update(
                 (name.replace("_orig_mod.", "").removeprefix("_orig_mod") or "step", child)
@@ -293,7 +286,7 @@ class GraphRunner:
 
     def bucket_for(self, num_tokens: int) -> int | None:
         """The smallest bucket that holds num_tokens (the smallest of all for 0), or None."""
-        at = bisect.bisect_left(self.buckets, num_tokens)
+        at = bisect.bisect_left(self.buckets, as_int("num_tokens", num_tokens))
         return self.buckets[at] if at < len(self.buckets) else None
 
     def __call__(
@@ -372,6 +365,7 @@ class GraphRunner:
             num_tokens, bucket = self._of_plan(plan, num_tokens, bucket)
         elif num_tokens is None:
             raise ValueError(mismatch("plan or num_tokens", "one of them", None, "Pass a plan."))
+        num_tokens = as_int("num_tokens", num_tokens)
         expected = self._inputs.get(num_tokens) or self._expect(num_tokens)
         if inputs or num_tokens:
             self._check_inputs(expected, inputs, num_tokens)
@@ -385,8 +379,8 @@ class GraphRunner:
         self, plan: StepPlan, num_tokens: int | None, bucket: int | None
     ) -> tuple[int, int | None]:
         given = (
-            plan.num_tokens if num_tokens is None else num_tokens,
-            plan.bucket if bucket is None else bucket,
+            plan.num_tokens if num_tokens is None else as_int("num_tokens", num_tokens),
+            plan.bucket if bucket is None else as_int("bucket", bucket),
         )
         if given != (plan.num_tokens, plan.bucket):
             raise ValueError(
@@ -412,16 +406,16 @@ class GraphRunner:
 
     def _pick(self, num_tokens: int, bucket: int | None) -> int | None:
         if bucket is not None:
-            if bucket not in self._captured or bucket < num_tokens:
+            if not is_int(bucket) or bucket not in self._captured or bucket < num_tokens:
                 raise ValueError(
                     mismatch(
                         "bucket",
                         f"one of {self.buckets} that holds {num_tokens} tokens",
-                        bucket,
+                        repr(bucket),
                         "Pick it with bucket_for(), from the largest count of all ranks.",
                     )
                 )
-            return bucket
+            return int(bucket)
         if self.context.world_size > 1:
             raise ValueError(
                 mismatch(

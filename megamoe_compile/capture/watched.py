@@ -48,9 +48,9 @@ class WatchedTensors:
                     mismatch(
                         f"address of {name}",
                         "the captured one",
-                        "another",
-                        "It was replaced after capture(): write into the old storage "
-                        "(load_weights does), or capture again.",
+                        "none" if tensor is None else "another",
+                        "It was replaced after capture(), or a load of it failed half-way: write "
+                        "into the old storage (reload_weights does), or capture again.",
                     )
                 )
 

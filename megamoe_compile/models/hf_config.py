@@ -67,6 +67,21 @@ def moe_shape(source: Any) -> dict[str, Any]:
     }
 
 
+def moe_top_k(source: Any) -> int:
+    """Routed experts of a token, of a `source` as in `moe_shape`.
+
+    For a model whose layers differ in shape, where `moe_shape` has no answer.
+
+    Raises:
+        ValueError: no such file, or not a MoE model.
+    """
+    config = _text_part(_read(source) if isinstance(source, Path) else source)
+    name = str(_get(config, "model_type") or type(source).__name__)
+    shape = {"top_k": _first(config, TOP_K)}
+    _check_complete(name, shape)
+    return int(shape["top_k"])
+
+
 def _read(path: Path) -> Mapping[str, Any]:
     file = path / "config.json" if path.is_dir() else path
     cure = "Pass the directory of a local checkpoint, or a configuration object."

@@ -81,7 +81,8 @@ def exchange(
         if problem is not None:
             raise problem
         return [list(words)]
-    mine = torch.tensor([0 if problem is None else 1, *words])
+    values = [0 if problem is None else 1, *words]
+    mine = torch.tensor(values, dtype=torch.int64, device="cpu")
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     try:
         work = dist.all_gather(everyone, mine, group=group, async_op=True)

@@ -15,7 +15,7 @@ import torch.distributed._functional_collectives  # defines torch.ops._c10d_func
 from torch import Tensor
 
 from ..custom_ops.symmetric.exchange import SymmetricExchange
-from ..errors import MegaMoEError, mismatch
+from ..errors import MegaMoEError, as_int, mismatch
 from .step_plan import StepPlan
 from .step_settings import check_rows
 
@@ -119,6 +119,8 @@ def attn_tp_gather(y: Tensor, num_tokens: int, group: Group) -> Tensor:
     Raises:
         ValueError: another number of rows, before anything is sent.
     """
+    if type(num_tokens) is not int:
+        num_tokens = as_int("num_tokens", num_tokens)
     _, size = _place(group)
     _check_rows_dim(y)
     rows = (num_tokens + size - 1) // size
@@ -187,7 +189,7 @@ def _zero_pad_rows(rows: Tensor, num_valid: Tensor | None) -> Tensor:
     """A copy with zeros from row num_valid on; NaN there leaves no trace."""
     if num_valid is None:
         return rows.clone()
-    row = torch.arange(rows.shape[0], device=rows.device)
+    row = torch.arange(rows.shape[0], dtype=torch.int64, device=rows.device)
     real = row < num_valid.to(rows.device, non_blocking=True)
     real = real.reshape(-1, *[1] * (rows.dim() - 1))
     return torch.where(real, rows, torch.zeros((), dtype=rows.dtype, device=rows.device))

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import mismatch
+from ..errors import as_int, is_int, mismatch
 from .agreement import check_group, check_member, check_same, exchange, fingerprint, wait_for_all
 from .step_settings import (
     Mode,
@@ -25,7 +25,6 @@ from .step_settings import (
     check_replicas,
     check_rows,
     count_problem,
-    is_int,
 )
 
 # Rows of a slot behind the longest rank's, in sum_len mode: torch.compile makes graphs of their own
@@ -160,6 +159,7 @@ class StepPlan:
             check_member(group)
             num_ranks, rank = dist.get_world_size(group), dist.get_rank(group)
         values = as_ints(counts)
+        num_ranks = None if num_ranks is None else as_int("num_ranks", num_ranks)
         if num_ranks is not None and len(values) != num_ranks:
             raise ValueError(
                 mismatch(
@@ -189,6 +189,9 @@ class StepPlan:
     @classmethod
     def of_bucket(cls, bucket: int, num_ranks: int = 1, rank: int = 0, width: int = 1) -> StepPlan:
         """What a captured graph of `bucket` is laid out for: every rank brings `bucket` rows."""
+        bucket, rank = as_int("bucket", bucket), as_int("rank", rank)
+        num_ranks = as_int("num_ranks", num_ranks, "an int >= 1", 1)
+        width = as_int("width", width, "an int >= 1", 1)
         counts = (bucket,) * num_ranks
         return cls(bucket, counts, bucket, bucket, "max_len", rank, width, 1, slot_rows=bucket)
 
@@ -202,11 +205,11 @@ class StepPlan:
         padded = longest if bucket is None else bucket
         slot, count, gathered_at, own_at = padded, None, None, None
         if settings.mode == "max_len":
-            count = torch.tensor(counts[rank])
+            count = torch.tensor(counts[rank], dtype=torch.int64, device="cpu")
         else:
             slot = longest + SPARE_ROWS
-            gathered_at = torch.cat([torch.arange(n) + r * slot for r, n in enumerate(counts)])
-            own_at = torch.arange(counts[rank]) + sum(counts[:rank])
+            gathered_at = torch.cat([_range(n) + r * slot for r, n in enumerate(counts)])
+            own_at = _range(counts[rank]) + sum(counts[:rank])
         return cls(
             counts[rank],
             counts,
@@ -269,18 +272,18 @@ class StepPlan:
         return range(first, first + self.tokens_per_rank[rank])
 
     def real_rows(self, device: torch.device | str | None = None) -> Tensor:
-        """Bool [gathered_rows]: which rows of the gathered buffer hold a token.
+        """Bool [gathered_rows], by default on the CPU: which rows of that buffer hold a token.
 
         A local count is no bound of a gathered buffer: in max_len mode each rank has its own
         padded slot. In a captured graph use `real_rows_of` with a device tensor of counts.
         """
         if self.mode == "sum_len":
-            return torch.ones(self.gathered_rows, dtype=torch.bool, device=device)
+            return torch.ones(self.gathered_rows, dtype=torch.bool, device=device or "cpu")
         return real_rows_of(self.counts(), self.padded_tokens).to(device or "cpu")
 
     def counts(self, device: torch.device | str | None = None) -> Tensor:
-        """int32 [num_ranks]: tokens_per_rank."""
-        return torch.tensor(self.tokens_per_rank, dtype=torch.int32, device=device)
+        """int32 [num_ranks], by default on the CPU: tokens_per_rank."""
+        return torch.tensor(self.tokens_per_rank, dtype=torch.int32, device=device or "cpu")
 
     def chunks(self, capacity: int | None) -> int:
         """Launches of an eager step at `capacity` tokens per launch, the same on every rank."""
@@ -352,8 +355,12 @@ def real_rows_of(counts: Tensor, padded_tokens: int) -> Tensor:
     Args:
         counts: integer [R] on the device. It may change between replays of a captured graph.
     """
-    row = torch.arange(padded_tokens, device=counts.device)
+    row = torch.arange(padded_tokens, dtype=torch.int64, device=counts.device)
     return (row < counts[:, None]).reshape(-1)
+
+
+def _range(count: int) -> Tensor:
+    return torch.arange(count, dtype=torch.int64, device="cpu")
 
 
 def _chunks(longest: int, attn_tp: int, capacity: int | None) -> int:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import numbers
 from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
-from ..errors import CapacityError, mismatch
+from ..errors import CapacityError, is_int, mismatch
 from .agreement import fingerprint
 
 Mode = Literal["max_len", "sum_len"]
@@ -65,13 +64,15 @@ def _good(
             mismatch("attn_tp", "an int >= 1", attn_tp, "The size of an attention TP group.")
         )
     most = None if capacity is None else capacity * attn_tp
-    check_buckets(buckets or (width,), width, most if buckets else None)
-    values = (buckets, width, mode, capacity, attn_tp)
+    given, capacity = bool(buckets), None if capacity is None else int(capacity)
+    buckets = tuple(check_buckets(buckets or (width,), width, most if given else None))
+    # Plain ints: a numpy integer would have another fingerprint than a rank's own int.
+    values = (buckets if given else (), int(width), mode, capacity, int(attn_tp))
     return Settings(*values, None, fingerprint(values))
 
 
 def check_buckets(buckets: Sequence[int], width: int, capacity: int | None) -> list[int]:
-    """`buckets` as a list. ValueError: not ascending, or no multiples of width. CapacityError."""
+    """As a list of ints. ValueError: not ascending, or no multiples of width. CapacityError."""
     if not is_count(width):
         raise ValueError(mismatch("width", "at least 1", width, "It counts tokens of a request."))
     buckets = list(buckets)
@@ -94,7 +95,7 @@ def check_buckets(buckets: Sequence[int], width: int, capacity: int | None) -> l
                 f"Set max_tokens_per_rank to {buckets[-1]} or more, or drop the bucket.",
             )
         )
-    return buckets
+    return [int(bucket) for bucket in buckets]
 
 
 def check_rows(what: str, rows: int, expected: int, source: str) -> None:
@@ -140,12 +141,8 @@ def count_problem(what: str, value: object, width: int) -> Exception | None:
     return None
 
 
-def is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
-
-
-def is_int(value: object) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+def is_count(value: Any) -> bool:
+    return is_int(value) and value >= 1
 
 
 def as_ints(counts: Any) -> list[Any]:

@@ -20,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...capture.runner import GraphRunner
 from ...config import Backend
+from ...custom_ops.cuda.capture import capture
 from ...custom_ops.cuda.graph_fills import instantiator
-from ...custom_ops.cuda.timing import capture
 from ...engines.transformers.experts import find_experts, swiglu_limit
 from ...engines.transformers.routers import FUSED, fuse_routers
 from ...errors import BackendUnavailable, mismatch
@@ -33,7 +33,6 @@ from .models import Source, model_without_experts, set_bf16_experts, set_fp8_exp
 from .results import ColumnResult
 from .step import BenchStep
 
-COLUMNS = ("hf-eager", "hf", "chain", "megamoe")
 HF_IMPLEMENTATIONS = ("grouped_mm", "batched_mm")  # that need no kernel from elsewhere
 LEFT_BEHIND = 1e9  # bytes allocated before a column begins; cuBLAS keeps some per stream
 TOKEN_SETS = 64
@@ -62,12 +61,15 @@ class Options:
         """Random tokens, int64 [N, B], the same for all columns."""
         generator = torch.Generator().manual_seed(self.seed + batch)
         vocabulary = self.source.config.get_text_config().vocab_size
-        drawn = torch.randint(vocabulary, (TOKEN_SETS, batch), generator=generator)
+        shape = (TOKEN_SETS, batch)
+        drawn = torch.randint(
+            vocabulary, shape, generator=generator, dtype=torch.int64, device="cpu"
+        )
         return drawn.to(self.device)
 
     def position(self) -> Tensor:
         """The last one of the cache: a step attends to the whole context."""
-        return torch.tensor([self.context_length - 1], device=self.device)
+        return torch.tensor([self.context_length - 1], dtype=torch.int64, device=self.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +83,210 @@ class Run:
     memory: tuple[Tensor, ...] = ()  # what a graph reads by address, and nobody else may hold
 
 
-@dataclasses.dataclass(frozen=True)
 class Column:
-    """A column's model, built; `ready` compiles and captures it for a batch size."""
+    """A column's model and step, built. A kind of column says what differs.
 
-    step: BenchStep
-    implementations: tuple[str, ...]  # of the experts; with several, the fastest counts
-    weight_bytes: int  # of one weight of an expert
-    ready: Callable[[int, str], Run]  # of a batch size and an implementation
+    Args:
+        result: learns how it went. stack: closes what the column holds open.
+
+    Attributes:
+        implementations: of the experts; with several, the fastest counts.
+        weight_bytes: of one weight of an expert.
+
+    Raises:
+        BackendUnavailable: the column cannot run here. Anything that a kernel raises.
+    """
+
+    implementations: tuple[str, ...]
+    weight_bytes: int
+
+    def __init__(
+        self, options: Options, say: Say, result: ColumnResult, stack: contextlib.ExitStack
+    ) -> None:
+        start = time.perf_counter()
+        self.options, self.say, self.result, self.stack = options, say, result, stack
+        self.model: Any = model_without_experts(options.source, options.device, options.attention)
+        self.set_experts()
+        synchronize(options.device)
+        result.build_s = time.perf_counter() - start
+        say(f"  built in {result.build_s:.1f} s")
+        self.step = BenchStep(self.model, options.buckets[-1], options.context_length)
+        self.position = options.position()
+        self.step(options.tokens(1)[0], self.position)  # allocates its cache
+        result.build_peak_bytes = peak_bytes(options.device)
+        reset_peak(options.device)
+        self.prepare()
+
+    def set_experts(self) -> None:
+        """Give the model its experts."""
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """What all batch sizes share, once the step is built."""
+
+    def ready(self, batch: int, implementation: str) -> Run:
+        """Compile and capture for a batch size and one of the implementations."""
+        raise NotImplementedError
+
+    def run_step(self, tokens: Tensor) -> object:
+        return self.step(tokens, self.position)
+
+
+class EagerColumn(Column):
+    """transformers' loop over experts, nothing compiled."""
+
+    implementations, weight_bytes = ("eager",), 2
+
+    def set_experts(self) -> None:
+        set_bf16_experts(self.model, self.options.source, self.options.device)
+        self.model.set_experts_implementation("eager")
+
+    def ready(self, batch: int, implementation: str) -> Run:
+        reset_peak(self.options.device)
+        return Run(implementation, self.run_step)
+
+
+class CapturedColumn(Column):
+    """The step is compiled for each batch size, and captured by hand on CUDA."""
+
+    def prepare(self) -> None:
+        # Its fills become kernels, as the GraphRunner's do: only the experts should differ.
+        self._instantiate = instantiator(self.options.device)
+
+    def ready(self, batch: int, implementation: str) -> Run:
+        options = self.options
+        torch._dynamo.reset()
+        reset_peak(options.device)
+        self.step.compile()
+        static = options.tokens(batch)[0].clone()
+        began = time.perf_counter()
+        self.run_step(static)
+        synchronize(options.device)
+        compile_s = time.perf_counter() - began
+        self.say(f"  batch {batch}, {implementation}: compiled in {compile_s:.1f} s")
+        if options.device.type != "cuda":
+            return Run(implementation, self.run_step, compile_s)
+        began = time.perf_counter()
+        with torch.compiler.set_stance("fail_on_recompile"):  # in the warm-up too
+            # Its outputs stay in the graph's pool: nobody reads them between replays.
+            graph, _ = capture(lambda: self.run_step(static), instantiate=self._instantiate)
+        synchronize(options.device)
+
+        def replay(tokens: Tensor) -> None:
+            static.copy_(tokens)
+            graph.replay()
+
+        return Run(
+            implementation,
+            replay,
+            compile_s,
+            time.perf_counter() - began,
+            (static, self.position),
+        )
+
+
+class BestColumn(CapturedColumn):
+    """The implementations of transformers that run without a kernel from elsewhere."""
+
+    implementations, weight_bytes = HF_IMPLEMENTATIONS, 2
+
+    def set_experts(self) -> None:
+        set_bf16_experts(self.model, self.options.source, self.options.device)
+        self.model.set_experts_implementation(self.implementations[0])
+        self.result.notes.append(
+            "deepgemm and sonicmoe of transformers need kernels from its hub: not run"
+        )
+
+    def ready(self, batch: int, implementation: str) -> Run:
+        self.model.set_experts_implementation(implementation)
+        return super().ready(batch, implementation)
+
+
+class ChainColumn(CapturedColumn):
+    """The unfused FP8 chain."""
+
+    implementations, weight_bytes = ("chain",), 1
+
+    def set_experts(self) -> None:
+        device = self.options.device
+        if device.type != "cuda":
+            raise BackendUnavailable(
+                mismatch("device of the chain", "cuda", device, "Leave the column out.")
+            )
+        name = register_chain()
+        set_fp8_experts(self.model, self.options.source, device)
+        for prefix, module in find_experts(self.model).items():
+            module.config._experts_implementation = name
+            module.megamoe_bench_limit = swiglu_limit(module, prefix)
+
+
+class MegaMoEColumn(Column):
+    """All buckets are compiled and captured at once: one GraphRunner serves all batch sizes."""
+
+    implementations, weight_bytes = ("megamoe",), 1
+
+    def set_experts(self) -> None:
+        from ...engines.transformers.model import prepare
+
+        options = self.options
+        set_fp8_experts(self.model, options.source, options.device)
+        self._context = prepare(
+            self.model, max_tokens_per_rank=options.buckets[-1], backend=options.backend
+        )
+        self.stack.callback(self._context.close)
+        self._routers = fuse_routers(self.model) if options.fuse_routers else {}
+
+    def prepare(self) -> None:
+        options, result, context = self.options, self.result, self._context
+        result.notes.append(f"backend {context.backend}: {context.reason}")
+        result.notes.append(_router_note(self._routers))
+        result.notes.append(
+            f"{context.buffer_bytes / 1e9:.2f} GB of the peak are the buffers of the context"
+        )
+        began = time.perf_counter()
+        context.warmup(options.buckets)
+        result.notes.append(
+            f"kernels warm in {time.perf_counter() - began:.1f} s, not in compile s"
+        )
+        self.say(f"  {result.notes[-1]}")
+        self.step.compile()
+        self._compile_s: dict[int, float] = {}
+        for bucket in options.buckets:
+            began = time.perf_counter()
+            self.run_step(options.tokens(bucket)[0])
+            synchronize(options.device)
+            self._compile_s[bucket] = time.perf_counter() - began
+            self.say(f"  batch {bucket}: compiled in {self._compile_s[bucket]:.1f} s")
+        self._runner = GraphRunner(
+            self.step,
+            {"input_ids": options.tokens(options.buckets[-1])[0], "position": self.position},
+            options.buckets,
+            context,
+            rows={"position": None},
+            copy_outputs=False,
+        )
+        began = time.perf_counter()
+        self._runner.capture(progress=False)
+        result.capture_s = time.perf_counter() - began
+        result.buckets = list(options.buckets)
+        self.say(f"  captured {len(options.buckets)} buckets in {result.capture_s:.1f} s")
+        self._captures = {summary.bucket: summary for summary in self._runner.summary()}
+
+    def ready(self, batch: int, implementation: str) -> Run:
+        runner, position, made = self._runner, self.position, self._captures[batch]
+
+        def call(tokens: Tensor) -> object:
+            return runner(num_tokens=batch, input_ids=tokens, position=position)
+
+        return Run(made.backend, call, self._compile_s[batch], made.capture_seconds)
+
+
+KINDS: Mapping[str, type[Column]] = {
+    "hf-eager": EagerColumn,
+    "hf": BestColumn,
+    "chain": ChainColumn,
+    "megamoe": MegaMoEColumn,
+}
 
 
 @contextlib.contextmanager
@@ -104,84 +302,12 @@ def built_column(name: str, options: Options, say: Say, result: ColumnResult) ->
         if left > LEFT_BEHIND:
             result.notes.append(f"{left / 1e9:.1f} GB were allocated before this column began")
         torch.cuda.reset_peak_memory_stats(options.device)
-    start = time.perf_counter()
     with contextlib.ExitStack() as stack:
         # One code of a layer is compiled once per batch size and implementation.
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=64))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.no_grad())
-        model = model_without_experts(options.source, options.device, options.attention)
-        build = {"hf-eager": _hf_eager, "hf": _hf_best, "chain": _chain, "megamoe": _megamoe}[name]
-        yield build(model, options, say, result, start, stack)
-
-
-# -- columns ---------------------------------------------------------------------------------------
-
-
-def _hf_eager(
-    model: nn.Module,
-    options: Options,
-    say: Say,
-    result: ColumnResult,
-    start: float,
-    stack: contextlib.ExitStack,
-) -> Column:
-    set_bf16_experts(model, options.source, options.device)
-    cast(Any, model).set_experts_implementation("eager")
-    step = _built(model, options, say, result, start)
-    call = _with_position(step, options)
-
-    def ready(batch: int, implementation: str) -> Run:
-        reset_peak(options.device)
-        return Run(implementation, call)
-
-    return Column(step, ("eager",), 2, ready)
-
-
-def _hf_best(
-    model: nn.Module,
-    options: Options,
-    say: Say,
-    result: ColumnResult,
-    start: float,
-    stack: contextlib.ExitStack,
-) -> Column:
-    set_bf16_experts(model, options.source, options.device)
-    cast(Any, model).set_experts_implementation(HF_IMPLEMENTATIONS[0])
-    step = _built(model, options, say, result, start)
-    result.notes.append("deepgemm and sonicmoe of transformers need kernels from its hub: not run")
-
-    def ready(batch: int, implementation: str) -> Run:
-        cast(Any, model).set_experts_implementation(implementation)
-        return _captured(step, options, batch, implementation, say)
-
-    return Column(step, HF_IMPLEMENTATIONS, 2, ready)
-
-
-def _chain(
-    model: nn.Module,
-    options: Options,
-    say: Say,
-    result: ColumnResult,
-    start: float,
-    stack: contextlib.ExitStack,
-) -> Column:
-    if options.device.type != "cuda":
-        raise BackendUnavailable(
-            mismatch("device of the chain", "cuda", options.device, "Leave the column out.")
-        )
-    name = register_chain()
-    set_fp8_experts(model, options.source, options.device)
-    for prefix, module in find_experts(model).items():
-        module.config._experts_implementation = name
-        module.megamoe_bench_limit = swiglu_limit(module, prefix)
-    step = _built(model, options, say, result, start)
-    return Column(
-        step,
-        ("chain",),
-        1,
-        lambda batch, implementation: _captured(step, options, batch, implementation, say),
-    )
+        yield KINDS[name](options, say, result, stack)
 
 
 def register_chain() -> str:
@@ -209,66 +335,6 @@ def register_chain() -> str:
     return "megamoe_bench_chain"
 
 
-def _megamoe(
-    model: nn.Module,
-    options: Options,
-    say: Say,
-    result: ColumnResult,
-    start: float,
-    stack: contextlib.ExitStack,
-) -> Column:
-    """All buckets are compiled and captured at once: one GraphRunner serves all batch sizes."""
-    from ...engines.transformers.model import prepare
-
-    set_fp8_experts(model, options.source, options.device)
-    context = stack.enter_context(
-        prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
-    )
-    routers = fuse_routers(model) if options.fuse_routers else {}
-    step = _built(model, options, say, result, start)
-    result.notes.append(f"backend {context.backend}: {context.reason}")
-    result.notes.append(_router_note(routers))
-    result.notes.append(
-        f"{context.buffer_bytes / 1e9:.2f} GB of the peak are the buffers of the context"
-    )
-    began = time.perf_counter()
-    context.warmup(options.buckets)
-    result.notes.append(f"kernels warm in {time.perf_counter() - began:.1f} s, not in compile s")
-    say(f"  {result.notes[-1]}")
-    step.compile()
-    compile_s: dict[int, float] = {}
-    position = options.position()
-    for bucket in options.buckets:
-        began = time.perf_counter()
-        step(options.tokens(bucket)[0], position)
-        synchronize(options.device)
-        compile_s[bucket] = time.perf_counter() - began
-        say(f"  batch {bucket}: compiled in {compile_s[bucket]:.1f} s")
-    runner = GraphRunner(
-        step,
-        {"input_ids": options.tokens(options.buckets[-1])[0], "position": position},
-        options.buckets,
-        context,
-        rows={"position": None},
-        copy_outputs=False,
-    )
-    began = time.perf_counter()
-    runner.capture(progress=False)
-    result.capture_s = time.perf_counter() - began
-    result.buckets = list(options.buckets)
-    say(f"  captured {len(options.buckets)} buckets in {result.capture_s:.1f} s")
-    captures = {summary.bucket: summary for summary in runner.summary()}
-
-    def ready(batch: int, implementation: str) -> Run:
-        def call(tokens: Tensor) -> object:
-            return runner(num_tokens=batch, input_ids=tokens, position=position)
-
-        made = captures[batch]
-        return Run(made.backend, call, compile_s[batch], made.capture_seconds)
-
-    return Column(step, ("megamoe",), 1, ready)
-
-
 def _router_note(routers: Mapping[str, str]) -> str:
     """What `fuse_routers` did, in words for the table."""
     fused = sum(why == FUSED for why in routers.values())
@@ -280,55 +346,6 @@ def _router_note(routers: Mapping[str, str]) -> str:
         "the others have what Inductor makes of transformers' routers (compare: --no-fuse-routers)"
         + "".join(f"; the rest: {why}" for why in others)
     )
-
-
-# -- steps -----------------------------------------------------------------------------------------
-
-
-def _built(
-    model: nn.Module, options: Options, say: Say, result: ColumnResult, start: float
-) -> BenchStep:
-    """The step, with its cache allocated by one eager call."""
-    synchronize(options.device)
-    result.build_s = time.perf_counter() - start
-    say(f"  built in {result.build_s:.1f} s")
-    step = BenchStep(model, options.buckets[-1], options.context_length)
-    step(options.tokens(1)[0], options.position())
-    result.build_peak_bytes = peak_bytes(options.device)
-    reset_peak(options.device)
-    return step
-
-
-def _with_position(step: BenchStep, options: Options) -> Step:
-    position = options.position()
-    return lambda tokens: step(tokens, position)
-
-
-def _captured(step: BenchStep, options: Options, batch: int, name: str, say: Say) -> Run:
-    """Compile the step for one batch size, and capture it by hand on CUDA."""
-    torch._dynamo.reset()
-    reset_peak(options.device)
-    step.compile()
-    static, position = options.tokens(batch)[0].clone(), options.position()
-    began = time.perf_counter()
-    step(static, position)
-    synchronize(options.device)
-    compile_s = time.perf_counter() - began
-    say(f"  batch {batch}, {name}: compiled in {compile_s:.1f} s")
-    if options.device.type != "cuda":
-        return Run(name, _with_position(step, options), compile_s)
-    began = time.perf_counter()
-    with torch.compiler.set_stance("fail_on_recompile"):
-        # Its outputs stay in the graph's pool: nobody reads them between replays.
-        # Its fills become kernels, as the GraphRunner's do: only the experts should differ.
-        graph = capture([lambda: step(static, position)], instantiator(options.device))
-    synchronize(options.device)
-
-    def replay(tokens: Tensor) -> None:
-        static.copy_(tokens)
-        graph.replay()
-
-    return Run(name, replay, compile_s, time.perf_counter() - began, (static, position))
 
 
 def peak_bytes(device: torch.device) -> int | None:

@@ -20,9 +20,10 @@ import torch
 
 from ...config import Backend
 from ...errors import mismatch
+from ..arguments import positive, run_device
 from ..environment import environment
 from . import report as bench_report
-from .columns import COLUMNS, Options
+from .columns import KINDS, Options
 from .models import PRESETS, RandomSource, fitting_layers, make_source
 from .passes import profile_columns, run_columns
 from .results import ColumnResult
@@ -46,13 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--layers",
-        type=_positive,
+        type=positive,
         help="take only the first N layers (default: all; of a preset, as many as fit in bf16, and "
         f"{PARITY_LAYERS} at the most with --parity)",
     )
     parser.add_argument(
         "--batch",
-        type=_positive,
+        type=positive,
         nargs="+",
         default=list(DEFAULT_BATCHES),
         metavar="N",
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--buckets",
-        type=_positive,
+        type=positive,
         nargs="+",
         metavar="N",
         help="more batch sizes that megamoe captures, not timed (default: 1 2 4 8 16 32 48 64 as "
@@ -68,19 +69,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--context",
-        type=_positive,
+        type=positive,
         default=1024,
         help="positions that every request attends to (default: 1024)",
     )
     parser.add_argument(
         "--columns",
         nargs="+",
-        choices=COLUMNS,
-        default=list(COLUMNS),
+        choices=tuple(KINDS),
+        default=list(KINDS),
         help="(default: all four)",
     )
     parser.add_argument(
-        "--steps", type=_positive, help="timed steps of a batch (default: 50; with --parity 256)"
+        "--steps", type=positive, help="timed steps of a batch (default: 50; with --parity 256)"
     )
     parser.add_argument(
         "--budget",
@@ -108,7 +109,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="in the megamoe column, one kernel for a router's softmax and top-k (default: yes)",
     )
-    parser.add_argument("--device", type=_device, help="(default: cuda where there is one)")
+    parser.add_argument("--device", type=run_device, help="(default: cuda where there is one)")
     parser.add_argument(
         "--backend",
         choices=get_args(Backend),
@@ -231,23 +232,3 @@ def _layers_of(preset: str, device: torch.device, parity: bool) -> int:
         free = torch.cuda.mem_get_info(device)[0]
         layers = fitting_layers(preset, free // 2 if parity else free)
     return min(layers, PARITY_LAYERS) if parity else layers
-
-
-def _positive(text: str) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        number = 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {text}")
-    return number
-
-
-def _device(text: str) -> torch.device:
-    try:
-        device = torch.device(text)
-    except RuntimeError:
-        device = None
-    if device is None or device.type not in ("cpu", "cuda"):
-        raise argparse.ArgumentTypeError(f"expected cpu, cuda or cuda:N, got {text}")
-    return device

@@ -251,20 +251,17 @@ def set_bf16_experts(model: nn.Module, source: Source, device: torch.device) -> 
 
 
 @contextlib.contextmanager
-def counting_experts(model: nn.Module) -> Iterator[list[int]]:
-    """Inside, each call of an experts module appends how many different experts it touches."""
-    counts: list[int] = []
+def noting_ids(model: nn.Module) -> Iterator[list[Tensor]]:
+    """Inside, each call of an experts module appends the ids [T, K] that it gets."""
+    taken: list[Tensor] = []
 
     def note(module: nn.Module, args: tuple[Any, ...]) -> None:
-        counts.append(int(args[1].unique().numel()))
+        taken.append(args[1])
 
-    modules = [module for module in model.modules() if is_experts(module)]
-    handles = [module.register_forward_pre_hook(note) for module in modules]
-    try:
-        yield counts
-    finally:
-        for handle in handles:
-            handle.remove()
+    with contextlib.ExitStack() as hooks:
+        for module in filter(is_experts, model.modules()):
+            hooks.enter_context(module.register_forward_pre_hook(note))
+        yield taken
 
 
 def _set_layers(config: Any, layers: int | None) -> None:
@@ -286,10 +283,15 @@ def _empty_experts(
     def weights(rows: int, columns: int) -> tuple[Tensor, Tensor]:
         return (
             torch.empty(count, rows, columns, dtype=FP8, device=device),
-            torch.empty(count, rows // BLOCK, columns // BLOCK, device=device),
+            _empty_scales(count, rows, columns, device),
         )
 
     return LayerExperts(*weights(2 * intermediate, hidden), *weights(hidden, intermediate))
+
+
+def _empty_scales(count: int, rows: int, columns: int, device: torch.device) -> Tensor:
+    shape = (count, rows // BLOCK, columns // BLOCK)
+    return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _random_fp8(
@@ -301,6 +303,6 @@ def _random_fp8(
     for expert in range(count):
         draw.normal_(std=Q_STD, generator=generator)
         values[expert] = draw.clamp_(-FP8_MAX, FP8_MAX)
-    scales = torch.empty(count, rows // BLOCK, columns // BLOCK, device=device)
+    scales = _empty_scales(count, rows, columns, device)
     scales.uniform_(0.75, 1.25, generator=generator).mul_(columns**-0.5 / Q_STD)
     return values, scales

@@ -34,7 +34,7 @@ from ...weights import adopt
 from ..decode.batch import Batch, rank_sizes
 from ..decode.slot_cache import DecodeStep, SlotCache
 from .columns import Options, Say
-from .models import model_without_experts, set_bf16_experts, set_fp8_experts
+from .models import model_without_experts, noting_ids, set_bf16_experts, set_fp8_experts
 from .report import with_ending
 from .routing import RoutedParity, RoutedStep
 
@@ -94,7 +94,8 @@ def compare(options: Options, say: Say) -> ParityReport:
 
         def routed(model: nn.Module) -> RoutedStep:
             cache = SlotCache(most, MAX_LENGTH)
-            return RoutedStep(DecodeStep(model, cache, context.num_valid))
+            taken = stack.enter_context(noting_ids(model))
+            return RoutedStep(DecodeStep(model, cache, context.num_valid), taken)
 
         eager = {"bf16": routed(_bf16(options)), "recipe": routed(_recipe(options, context))}
         say("three models built")
@@ -143,9 +144,9 @@ def _megamoe(options: Options, stack: contextlib.ExitStack) -> tuple[nn.Module, 
 
     model = model_without_experts(options.source, options.device, "sdpa")
     set_fp8_experts(model, options.source, options.device)
-    context = stack.enter_context(
-        prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
-    )
+    context = prepare(model, max_tokens_per_rank=options.buckets[-1], backend=options.backend)
+    stack.callback(context.close)
+    assert isinstance(context, MegaMoEContext), "a source has one shape"
     if options.fuse_routers:
         fuse_routers(model)
     return model, context

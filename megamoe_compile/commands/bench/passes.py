@@ -18,7 +18,7 @@ from ...engines.transformers.experts import is_experts
 from ...errors import BackendUnavailable, mismatch
 from .columns import Column, Options, Run, Say, built_column, peak_bytes
 from .measure import HostTime, host_time, kernel_share, percent, step_bytes, time_steps
-from .models import counting_experts, experts_shape
+from .models import experts_shape, noting_ids
 from .results import Cell, ColumnResult
 
 # Its cost grows with every (token, expert) pair: once so many times slower than the best, it is not
@@ -181,11 +181,11 @@ def _touched(column: Column, options: Options, batch: int) -> float:
     tokens, position = options.tokens(batch), options.position()
     with (
         torch.compiler.set_stance("force_eager"),
-        counting_experts(column.step.model) as counts,
+        noting_ids(column.step.model) as taken,
     ):
         for index in range(SAMPLED_STEPS):
             column.step(tokens[index], position)
-    return sum(counts) / SAMPLED_STEPS
+    return sum(int(ids.unique().numel()) for ids in taken) / SAMPLED_STEPS
 
 
 # -- words -----------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...engines.transformers.experts import is_experts
 from ..decode.report import Parity
 from ..decode.slot_cache import DecodeStep
 
@@ -33,19 +32,13 @@ class RoutedStep(nn.Module):
     """A decode step that also returns which experts each token took.
 
     Args:
-        step: over a model with experts modules. Each is called with its ids as second argument.
+        taken: of `noting_ids` of the step's model.
     """
 
-    def __init__(self, step: DecodeStep) -> None:
+    def __init__(self, step: DecodeStep, taken: list[Tensor]) -> None:
         super().__init__()
         self.step = step
-        self._taken: list[Tensor] = []
-        for module in step.model.modules():
-            if is_experts(module):
-                module.register_forward_pre_hook(self._note)
-
-    def _note(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        self._taken.append(args[1])
+        self._taken = taken
 
     def forward(self, input_ids: Tensor, positions: Tensor, slots: Tensor) -> Outputs:
         """As DecodeStep, and ids [T, L, K] of the L layers with experts, in any order of the K."""

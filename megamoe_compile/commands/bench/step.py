@@ -175,8 +175,9 @@ class BenchStep(nn.Module):
         self, input_ids: Tensor, position: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         hidden = self.body.embed_tokens(input_ids)[:, None]
-        reach = torch.arange(self.length, device=position.device)
-        mask = torch.where(reach <= position, 0.0, float("-inf"))[None, None, None]
+        reach = torch.arange(self.length, dtype=torch.int64, device=position.device)
+        hidden_from = torch.full((), -torch.inf, dtype=torch.float32, device=position.device)
+        mask = torch.where(reach <= position, 0.0, hidden_from)[None, None, None]
         return hidden, mask, self.body.rotary_emb(hidden, position[None])
 
     def _end(self, hidden: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...capture.contexts import AnyContext
 from ...capture.one_graph import compile_one_graph
 from ...capture.runner import GraphRunner
 from ...config import Backend
-from ...context import MegaMoEContext
 from ...errors import mismatch
 from ...models.hf_config import moe_shape
 from ...parallel.step_plan import StepPlan
+from ..arguments import positive, run_device
 from .batch import Batch, rank_sizes
 from .model import load_model, random_model
 from .ranks import number_of_ranks, run_ranks
@@ -48,12 +49,12 @@ class Reference:
     """What the captured steps are compared with: a prepared model, and its context of one rank."""
 
     model: nn.Module
-    context: MegaMoEContext
+    context: AnyContext
 
 
 def decode(
     model: nn.Module,
-    context: MegaMoEContext,
+    context: AnyContext,
     *,
     steps: int = 64,
     buckets: Sequence[int] = BUCKETS,
@@ -172,7 +173,7 @@ class _Done:
     kept: int
 
 
-def _to_rank_0(context: MegaMoEContext, done: _Done) -> list[_Done]:
+def _to_rank_0(context: AnyContext, done: _Done) -> list[_Done]:
     """All ranks' steps, on the CPU where there are several; on other ranks the own one."""
     if context.group is None:
         return [done]
@@ -200,7 +201,7 @@ def _run_all(
     return list(zip(logits.to(home).split(counts), tokens.to(home).split(counts), strict=True))
 
 
-def _compile(step: DecodeStep, context: MegaMoEContext, inputs: Sequence[str]) -> Any:
+def _compile(step: DecodeStep, context: AnyContext, inputs: Sequence[str]) -> Any:
     """One graph for all buckets, rounding to bf16 where eager does.
 
     Left to itself the compiler keeps fp32 between fused operations. That is more exact, but it
@@ -232,7 +233,7 @@ def _text_config(model: nn.Module) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `megamoe decode`."""
-    parser.add_argument("--steps", type=_positive, default=64, help="decode steps (default: 64)")
+    parser.add_argument("--steps", type=positive, default=64, help="decode steps (default: 64)")
     parser.add_argument(
         "--buckets",
         type=_buckets,
@@ -242,19 +243,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--width",
-        type=_positive,
+        type=positive,
         default=1,
         help="tokens of a request per step, 1 + drafts (default: 1)",
     )
     parser.add_argument(
         "--ranks",
-        type=_positive,
+        type=positive,
         help="processes, each with its own requests and a share of the experts: started here, or "
         "joined under torchrun (default: what torchrun started, else 1)",
     )
     parser.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive,
         default=TIMEOUT,
         help=f"seconds after which several ranks are ended (default: {TIMEOUT:g})",
     )
@@ -265,13 +266,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="local checkpoint of a MoE model (default: a small random Qwen3-MoE)",
     )
     parser.add_argument(
-        "--device", type=_device, help="cpu or cuda (default: cuda where there is one)"
+        "--device", type=run_device, help="cpu or cuda (default: cuda where there is one)"
     )
     parser.add_argument(
         "--backend", choices=get_args(Backend), default="auto", help="(default: auto)"
     )
     parser.add_argument(
-        "--max-length", type=_positive, default=64, help="positions per request (default: 64)"
+        "--max-length", type=positive, default=64, help="positions per request (default: 64)"
     )
     parser.add_argument(
         "--tolerance",
@@ -332,12 +333,14 @@ def decode_rank(
                 group=group,
                 backend=args.backend,
             )
-            return Reference(model, closing.enter_context(context))
+            closing.callback(context.close)
+            return Reference(model, context)
         model = random_model(args.seed) if args.model is None else load_model(args.model)
         context = prepare(
             model, max_tokens_per_rank=capacity, group=group, device=device, backend=args.backend
         )
-        return Reference(model.to(device), closing.enter_context(context))
+        closing.callback(context.close)
+        return Reference(model.to(device), context)
 
     with contextlib.ExitStack() as closing:
         mine, whole = prepared(buckets[-1], group), None
@@ -357,24 +360,8 @@ def decode_rank(
         )
 
 
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1, got {number}")
-    return number
-
-
 def _buckets(text: str) -> list[int]:
-    buckets = [_positive(part) for part in text.split(",")]
+    buckets = [positive(part) for part in text.split(",")]
     if buckets != sorted(set(buckets)):
         raise argparse.ArgumentTypeError(f"expected ascending numbers, got {text}")
     return buckets
-
-
-def _device(text: str) -> torch.device:
-    try:
-        return torch.device(text)
-    except RuntimeError as error:
-        raise argparse.ArgumentTypeError(f"expected a device like cpu or cuda:0, got {text}") from (
-            error
-        )

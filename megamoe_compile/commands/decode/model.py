@@ -33,7 +33,7 @@ def random_model(seed: int = 0) -> nn.Module:
         num_experts_per_tok=4,
         norm_topk_prob=True,
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = cast(Any, Qwen3MoeForCausalLM)._from_config(config, dtype=torch.bfloat16)
         for name, weight in model.named_parameters():
@@ -54,9 +54,10 @@ def load_model(directory: Path) -> nn.Module:
     from transformers import AutoModelForCausalLM
 
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.bfloat16, local_files_only=True
-        )
+        with torch.device("cpu"):
+            model: Any = AutoModelForCausalLM.from_pretrained(
+                directory, dtype=torch.bfloat16, local_files_only=True
+            )
     except OSError as error:
         raise ValueError(
             mismatch("model", f"a checkpoint in {directory}", error, "Download it first.")

@@ -126,15 +126,17 @@ class DecodeStep(nn.Module):
             (logits [T, V] in the model's dtype, the most likely tokens, int64 [T])
         """
         rows = slots.shape[0]
-        real = torch.arange(rows, device=slots.device) * self.width < self.num_valid
+        request = torch.arange(rows, dtype=torch.int64, device=slots.device)
+        real = request * self.width < self.num_valid
         # Static buffers keep what an earlier step left in them. Without this a pad row would write
         # its old token into a slot that another request owns by now.
         slots = torch.where(real, slots, self.cache.pad_slot)
         positions = torch.where(real[:, None], positions.view(rows, self.width), 0)
-        reach = torch.arange(self.cache.max_length, device=slots.device)
+        reach = torch.arange(self.cache.max_length, dtype=torch.int64, device=slots.device)
         visible = reach <= positions[:, None, :, None]  # [R, 1, W, L]
         dtype = next(self.model.parameters()).dtype
-        mask = torch.where(visible, 0.0, torch.finfo(dtype).min).to(dtype)
+        least = torch.full((), torch.finfo(dtype).min, dtype=dtype, device=slots.device)
+        mask = torch.where(visible, 0.0, least)
         view = SlotView(self.cache, slots, positions)
         # Choosing among the attention kernels asks whether the batch is 1: torch 2.11 cannot trace
         # that for a batch of unknown size. The plain one, of matmuls in fp32, asks nothing.

@@ -24,10 +24,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...context import MegaMoEContext
+from ...capture.contexts import AnyContext
 from ...custom_ops.reference.recipe import BLOCK, FP8
 from ...errors import mismatch
-from ...models.hf_config import moe_shape
+from ...models.hf_config import moe_top_k
 from .experts import HFExperts, find_experts, is_experts
 from .model import prepare_empty
 
@@ -185,7 +185,7 @@ def load_checkpoint(
     progress: bool | None = None,
     model_config: Any = None,
     **config_changes: Any,
-) -> tuple[nn.Module, MegaMoEContext]:
+) -> tuple[nn.Module, AnyContext]:
     """Build the causal language model of a local checkpoint with MegaMoE experts. Collective.
 
     Args:
@@ -197,7 +197,7 @@ def load_checkpoint(
         model_config: a configuration in place of the directory's, e.g. with fewer layers.
 
     Returns:
-        (the model in evaluation mode, the context of all its layers)
+        (the model in evaluation mode, the context or MegaMoEContexts of all its layers)
 
     Raises:
         ValueError: not a checkpoint of a MoE model that the kernels compute, or tensors missing.
@@ -205,7 +205,7 @@ def load_checkpoint(
     """
     directory, device = Path(directory), torch.device(device)
     if model_config is None:
-        moe_shape(directory)  # the better message
+        moe_top_k(directory)  # the better message
         from transformers import AutoConfig
 
         model_config = cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True)
@@ -223,12 +223,10 @@ def load_checkpoint(
     try:
         with Checkpoint(directory, context.device) as checkpoint:
             fill(model, context.device, checkpoint.read_dense)
-            geometry = context.weight_geometry
-            first, count = geometry.first_expert, geometry.num_local_experts
             todo = [
                 (name, layer, expert)
                 for name, layer in ((n, cast(HFExperts, m.megamoe)) for n, m in experts.items())
-                for expert in range(first, first + count)
+                for expert in layer.context.weight_geometry.local_experts
             ]
             for name, layer, expert in _bar(todo, progress):
                 tensors = checkpoint.expert(name, expert)

@@ -13,14 +13,14 @@ from ...config import BLOCK
 from ...context import MegaMoEContext
 from ...custom_ops.reference.recipe import FP8, swiglu
 from ...errors import MegaMoEError, mismatch
-from ...module import MegaMoE
+from ..seam import EngineLayer
 
 CHILD = "megamoe"  # the name of the layer below the experts module
 PARAMETERS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
 KEEP = "Keep another experts_implementation for this model."
 
 
-class HFExperts(MegaMoE):
+class HFExperts(EngineLayer):
     """The MegaMoE layer of one experts module, called as transformers calls experts.
 
     Args:
@@ -57,7 +57,7 @@ class HFExperts(MegaMoE):
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """What an experts module holds; equal for all modules that may share a context."""
+    """What an experts module holds."""
 
     hidden_size: int
     intermediate_size: int
@@ -65,6 +65,17 @@ class Layout:
     swiglu_limit: float | None
     transposed: bool  # [E, H, 2I] and [E, I, H]
     local_ids: bool
+
+
+def shape_of(layout: Layout, top_k: int) -> dict[str, Any]:
+    """The fields of MegaMoEConfig that an experts module fixes."""
+    return {
+        "hidden_size": layout.hidden_size,
+        "intermediate_size": layout.intermediate_size,
+        "num_experts": layout.num_experts,
+        "top_k": top_k,
+        "swiglu_limit": layout.swiglu_limit,
+    }
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -200,7 +211,8 @@ def swiglu_limit(experts: Any, name: str) -> float | None:
     limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
     limit = None if limit is None else float(limit)
     edge = limit or 8.0
-    points = torch.tensor([-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge])
+    values = [-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge]
+    points = torch.tensor(values, dtype=torch.float32, device="cpu")
     gate, up = (t.reshape(1, -1) for t in torch.meshgrid(points, points, indexing="ij"))
     expected = swiglu(gate, up, limit)
     with torch.no_grad():

@@ -22,26 +22,27 @@ the context has `routed_scaling_factor` 1.0 and no shared experts.
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...capture.contexts import AnyContext, MegaMoEContexts
 from ...config import MegaMoEConfig
 from ...context import MegaMoEContext
 from ...errors import MegaMoEError, mismatch
-from ...models.hf_config import moe_shape
+from ...models.hf_config import moe_top_k
+from ..seam import EngineContexts, require_eager
 from .experts import (
     CHILD,
     HFExperts,
-    Layout,
     attach,
     convert,
     find_experts,
     layout_of,
     local_parameter,
+    shape_of,
 )
 
 NAME = "megamoe"
@@ -84,7 +85,7 @@ def prepare(
     group: dist.ProcessGroup | None = None,
     device: torch.device | str | None = None,
     **config_changes: Any,
-) -> MegaMoEContext:
+) -> AnyContext:
     """Convert every experts module of `model` now. Collective over `group`.
 
     Args:
@@ -99,11 +100,12 @@ def prepare(
         config_changes: other fields of MegaMoEConfig, e.g. backend="triton".
 
     Returns:
-        The one context of all layers. Close it, use it as a `with` block, or call `release`.
+        The one context of all layers; MegaMoEContexts, with one per geometry, where the layers
+        differ. Close it, use it as a `with` block, or call `release`.
 
     Raises:
-        ValueError: no experts, several geometries, or experts that the kernels don't compute:
-            nothing has been converted then.
+        ValueError: no experts, or experts that the kernels don't compute: nothing has been
+            converted then.
         MegaMoEError: converted already. BackendUnavailable: see MegaMoEContext.
     """
     options = _Options(max_tokens_per_rank, group, device, config_changes)
@@ -117,7 +119,7 @@ def prepare_empty(
     device: torch.device | str,
     group: dist.ProcessGroup | None = None,
     **config_changes: Any,
-) -> MegaMoEContext:
+) -> AnyContext:
     """As `prepare`, for a model whose experts are on the meta device: the layers have no weights.
 
     Load them expert by expert, by `load_expert` of each experts module's child "megamoe"; see
@@ -127,49 +129,48 @@ def prepare_empty(
     return _prepare(model, options, empty=True)
 
 
-def _prepare(model: nn.Module, options: _Options, *, empty: bool) -> MegaMoEContext:
-    group, device = options.group, options.device
+def _prepare(model: nn.Module, options: _Options, *, empty: bool) -> AnyContext:
     if any(NAME not in registry for registry in _registries()):
         register(max_tokens_per_rank=options.max_tokens_per_rank)
     modules = find_experts(model)
     layouts = {
-        name: layout_of(module, name, group, empty=empty) for name, module in modules.items()
+        name: layout_of(module, name, options.group, empty=empty)
+        for name, module in modules.items()
     }
-    first = next(iter(layouts))
-    for name, layout in layouts.items():
-        if layout != layouts[first]:
-            raise ValueError(
-                mismatch(
-                    f"experts of {name}",
-                    f"the geometry of {first}, {layouts[first]}",
-                    layout,
-                    "One context serves one geometry: prepare the parts of the model one by one.",
-                )
-            )
-    devices = {local_parameter(module, "down_proj").device for module in modules.values()}
-    if device is None and len(devices) > 1:
+    devices = {options.device_of(module) for module in modules.values()}
+    if len(devices) > 1:
         raise ValueError(
             mismatch(
                 "device of the experts",
                 "one",
                 sorted(map(str, devices)),
-                "A context runs on one: pass device=, or load the model without a device map.",
+                "A step runs on one: pass device=, or load the model without a device map.",
             )
         )
-    config = options.config(layouts[first], moe_shape(modules[first].config)["top_k"])
-    context = MegaMoEContext(config, group, options.device_of(modules[first]))
+    (device,) = devices
+    engine = options.contexts()
+    made: dict[MegaMoEConfig, MegaMoEContext] = {}
+    num_valid = None
     try:
+        configs = {
+            name: engine.config(**shape_of(layouts[name], moe_top_k(module.config)))
+            for name, module in modules.items()
+        }
+        for config in configs.values():
+            made[config] = engine.context_for(config, device, num_valid)
+            num_valid = made[config].num_valid
         _switch(model, modules)
-        for module in modules.values():
+        for name, module in modules.items():
+            context = made[configs[name]]
             if empty:
-                layer = HFExperts(context, local_ids=layouts[first].local_ids)
-                attach(module, layer)
+                attach(module, HFExperts(context, local_ids=layouts[name].local_ids))
             else:
-                convert(module, layouts[first], context)
+                convert(module, layouts[name], context)
+        contexts = tuple(made.values())
+        return contexts[0] if len(contexts) == 1 else MegaMoEContexts(contexts)
     except BaseException:
-        context.close()
+        engine.close()
         raise
-    return context
 
 
 def release(model: nn.Module) -> None:
@@ -202,10 +203,7 @@ class _FirstCall:
 
     def __init__(self, options: _Options) -> None:
         self._options = options
-        # Weak: the layers own the context. Keyed by all that makes two contexts interchangeable.
-        self._contexts: weakref.WeakValueDictionary[
-            tuple[MegaMoEConfig, torch.device], MegaMoEContext
-        ] = weakref.WeakValueDictionary()
+        self._engine = options.contexts()
         # Without fullgraph, Dynamo goes on in eager mode after the first error of __call__, and
         # would trace what that calls.
         self._convert = torch.compiler.disable(self._convert_eagerly)
@@ -213,16 +211,11 @@ class _FirstCall:
     def __call__(
         self, experts: nn.Module, hidden_states: Tensor, ids: Tensor, weights: Tensor
     ) -> HFExperts:
-        if torch.compiler.is_compiling():
-            raise MegaMoEError(
-                mismatch(
-                    "experts under torch.compile",
-                    "converted to megamoe before they are traced",
-                    "a first call",
-                    "Call megamoe_compile.engines.transformers.prepare(model, ...), or the "
-                    "model once eagerly, before the compiled call.",
-                )
-            )
+        require_eager(
+            "first call of unconverted experts",
+            "Call megamoe_compile.engines.transformers.prepare(model, ...), or the "
+            "model once eagerly, before the compiled or captured call.",
+        )
         if torch.is_grad_enabled() and (hidden_states.requires_grad or weights.requires_grad):
             raise MegaMoEError(
                 mismatch(
@@ -246,12 +239,8 @@ class _FirstCall:
                 )
             )
         layout = layout_of(experts, type(experts).__name__, self._options.group)
-        config = self._options.config(layout, top_k)
-        device = self._options.device_of(experts)
-        context = self._contexts.get((config, device))
-        if context is None or context.closed:
-            context = MegaMoEContext(config, self._options.group, device)
-            self._contexts[config, device] = context
+        config = self._engine.config(**shape_of(layout, top_k))
+        context = self._engine.context_for(config, self._options.device_of(experts))
         return convert(experts, layout, context)
 
 
@@ -262,16 +251,10 @@ class _Options:
     device: torch.device | str | None
     config_changes: dict[str, Any]
 
-    def config(self, layout: Layout, top_k: int) -> MegaMoEConfig:
-        fields: dict[str, Any] = {
-            "hidden_size": layout.hidden_size,
-            "intermediate_size": layout.intermediate_size,
-            "num_experts": layout.num_experts,
-            "top_k": top_k,
-            "max_tokens_per_rank": self.max_tokens_per_rank,
-            "swiglu_limit": layout.swiglu_limit,
-        }
-        return MegaMoEConfig(**{**fields, **self.config_changes})
+    def contexts(self) -> EngineContexts:
+        return EngineContexts(
+            max_tokens_per_rank=self.max_tokens_per_rank, group=self.group, **self.config_changes
+        )
 
     def device_of(self, experts: nn.Module) -> torch.device:
         return torch.device(self.device or local_parameter(experts, "down_proj").device)

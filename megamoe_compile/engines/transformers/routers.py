@@ -69,7 +69,8 @@ def _fuse(block: Any, gate: Any) -> str:
         return "something wraps it"
     # Drawn on the CPU from a seed of its own: the same on every rank.
     generator = torch.Generator().manual_seed(0)
-    rows = torch.randn(TRIED_ROWS, weight.shape[1], generator=generator)
+    shape = (TRIED_ROWS, weight.shape[1])
+    rows = torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
     rows = rows.to(weight.device, weight.dtype)
     for renormalize in (True, False):
         fused = FusedRouter(weight, top_k, renormalize)
