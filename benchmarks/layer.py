@@ -105,9 +105,7 @@ def random_layer(context: mm.MegaMoEContext) -> mm.MegaMoE:
 
     # Made at the padded size: the bytes are random anyway, and are taken over in place.
     weights = (fp8(e, 2 * i, h), scale(2 * i, h, h), fp8(e, h, i), scale(h, i, i))
-    biases = [
-        torch.randn(e, n, dtype=torch.float32, device=context.device) / 4 for n in (2 * i, h)
-    ]
+    biases = [torch.randn(e, n, dtype=torch.float32, device=context.device) / 4 for n in (2 * i, h)]
     layer.install(PreparedWeights(*weights, *(biases if geometry.expert_bias else ())))
     return layer
 
