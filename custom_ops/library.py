@@ -81,6 +81,17 @@ def register_runtime(
     return context_id
 
 
+def as_size(context_id: int, device: torch.device) -> Tensor:
+    """The id as a size, [context_id, 0].
+
+    A compiled graph would have an int inside, and so be one per context; a size that is marked
+    dynamic it takes anew in each call.
+    """
+    handle = torch.empty(context_id, 0, dtype=torch.int8, device=device)
+    torch._dynamo.mark_dynamic(handle, 0)
+    return handle
+
+
 def find_runtime(context_id: int) -> object | None:
     """What was entered under `context_id`, or None where it is gone."""
     return _RUNTIMES.get(context_id, _NOTHING)[0]()

@@ -15,7 +15,7 @@ from .backends.paths import add_small_batch, check_paths
 from .backends.runtimes import intermediate_alignment, make_runtime
 from .config import MegaMoEConfig
 from .custom_ops.call import Weights
-from .custom_ops.library import register_runtime
+from .custom_ops.library import as_size, register_runtime
 from .custom_ops.paths.choice import Decision, PathChoice, PathName
 from .custom_ops.paths.measured import MeasuredRuntime
 from .custom_ops.triton.runtime import StepRows
@@ -138,10 +138,7 @@ class MegaMoEContext:
             self._runtime.native,
             expert_bias=geometry.expert_bias,
         )
-        # The id as a size, [context_id, 0]. A compiled graph would have an int inside and be one
-        # per context; a size that is marked dynamic it takes anew in each call.
-        self.handle = torch.empty(self.context_id, 0, dtype=torch.int8, device=self.device)
-        torch._dynamo.mark_dynamic(self.handle, 0)
+        self.handle = as_size(self.context_id, self.device)
         self._layers: weakref.WeakSet[ExpertWeights] = weakref.WeakSet()
         self._chunks: int | None = None  # launches per call in the step of `step()`
 

@@ -16,6 +16,7 @@ from .errors import MegaMoEError, as_int, mismatch
 from .loading import LoadedExperts
 from .parallel.step_settings import check_rows
 from .tracing import as_graph_input, begin_below, begins_graph, copy_of
+from .weights import BIAS_NAMES, WEIGHT_NAMES
 
 
 class MegaMoE(LoadedExperts):
@@ -148,7 +149,7 @@ class MegaMoE(LoadedExperts):
         A chunk without rows is launched too. A row does not see the other rows of its launch, so
         the result is that of one launch, but for the kernel that the number of rows picks.
         """
-        prepared = (self.w13, self.w13_scale, self.w2, self.w2_scale, self.w13_bias, self.w2_bias)
+        prepared = tuple(self._buffers[name] for name in WEIGHT_NAMES + BIAS_NAMES)
         constants = (context_id, *self._constants)
         capacity = self.context.config.max_tokens_per_rank
         chunks = self.context.chunks_of(x.shape[0])

@@ -29,7 +29,7 @@ from ..call import Rule
 from ..errors import ContextClosed, as_int, mismatch
 from .memory import SymmetricBuffer
 
-_ARGUMENTS = "(Tensor rows, Tensor(a!) order, int exchange_id, int num_ranks, int slot_bytes)"
+_ARGUMENTS = "(Tensor rows, Tensor(a!) order, SymInt exchange_id, int num_ranks, int slot_bytes)"
 ALIGNMENT = 16  # bytes, of a rank's slot
 
 
@@ -133,7 +133,7 @@ class SymmetricExchange:
             )
         torch._dynamo.mark_static_address(self.order, guard=False)
         self.exchange_id = library.register_runtime(cast(Any, self._transport))
-        self._constants = (self.exchange_id, self.num_ranks, self.slot_bytes)
+        self._handle = library.as_size(self.exchange_id, device)
 
     def _connect(self, device: torch.device, group: dist.ProcessGroup | None) -> Transport:
         if device.type != "cuda":
@@ -147,16 +147,21 @@ class SymmetricExchange:
             )
         return SymmetricTransport(self.slot_bytes, device, group)
 
+    def _arguments(self) -> tuple[Tensor, int, int, int]:
+        traced = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+        number = self._handle.shape[0] if traced else self.exchange_id
+        return self.order, number, self.num_ranks, self.slot_bytes
+
     def gather(self, rows: Tensor) -> Tensor:
         """[L, ...] of every rank -> [R * L, ...], in rank order; new memory."""
-        return cast(Tensor, gather_rows(rows, self.order, *self._constants))
+        return cast(Tensor, gather_rows(rows, *self._arguments()))
 
     def reduce_scatter(self, rows: Tensor) -> Tensor:
         """[R * L, ...] of every rank -> [L, ...], the sum of this rank's part; new memory.
 
         Floating-point rows are summed in fp32, in rank order, and rounded once.
         """
-        return cast(Tensor, reduce_scatter_rows(rows, self.order, *self._constants))
+        return cast(Tensor, reduce_scatter_rows(rows, *self._arguments()))
 
     def close(self) -> None:
         """Free the buffer. Idempotent; any later call raises ContextClosed."""

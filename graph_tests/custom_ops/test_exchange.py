@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_ranks import whole_numbers
-from helpers import make_layer, outcome, random_inputs, refuses
+from helpers import assert_same, make_layer, outcome, random_inputs, refuses
 from step_helpers import WORLDS, Ranks, plan_of
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -59,7 +59,7 @@ OPS = pytest.mark.parametrize("op", [exchange.gather_rows, exchange.reduce_scatt
 @pytest.mark.parametrize("rows", [0, 3, 6])
 def test_opcheck(op: Any, rows: int, echo: EchoExchange) -> None:
     for x in (rows_of(rows), rows_of(rows, 2, 2), rows_of(2 * rows)[::2], rows_of(rows, 8)[:, 2:6]):
-        torch.library.opcheck(op, (x, echo.order, *echo._constants))
+        torch.library.opcheck(op, (x, *echo._arguments()))
 
 
 @OPS
@@ -68,6 +68,31 @@ def test_exchange_ops_alias_nothing_and_mutate_only_the_order(op: Any) -> None:
     assert [a.name for a in schema.arguments if a.alias_info is not None] == ["order"]
     assert all(result.alias_info is None for result in schema.returns)
     assert torch.Tag.cudagraph_unsafe not in op.tags
+
+
+def test_ten_exchanges_share_one_graph() -> None:
+    def step(exchange: EchoExchange, x: Tensor) -> Tensor:
+        return exchange.reduce_scatter(exchange.gather(x))
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.exchange = EchoExchange(8, 16, device="cpu")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return step(self.exchange, x)
+
+    for backend in ("eager", "inductor"):
+        torch._dynamo.reset()
+        counters.clear()
+        for number in range(10):
+            model, x = Model(), rows_of(3) + number
+            compiled = torch.compile(model, fullgraph=True, backend=backend)
+            assert_same(compiled(x), model(x))
+            model.exchange.close()
+            with refuses(mm.ContextClosed):
+                compiled(x)
+        assert counters["stats"]["unique_graphs"] == 1
 
 
 def test_exchange_in_a_compiled_step(echo: EchoExchange) -> None:
@@ -153,7 +178,7 @@ def test_a_closed_or_lost_exchange_raises() -> None:
     first.close()
     with refuses(mm.ContextClosed, f"exchange {first.exchange_id}"):
         first.gather(rows_of(2))
-    arguments = (second.order, *second._constants)
+    arguments = second._arguments()
     assert exchange.gather_rows(rows_of(2), *arguments).shape == (6, 4)
     del second
     gc.collect()

@@ -56,7 +56,7 @@ def test_the_types_are_found() -> None:
     assert len(found["refused"]) >= 3
     assert len(found["not built"]) <= 6
     classes = {verdict.experts for verdict in found["computed"]}
-    assert {"Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts"} <= classes
+    assert {"Qwen3MoeExperts", "DeepseekV3Experts", "MixtralExperts", "GptOssExperts"} <= classes
 
 
 def test_the_page_is_not_stale() -> None:
@@ -72,12 +72,14 @@ def test_the_page_is_not_stale() -> None:
 def test_the_page_is_read_back() -> None:
     made = [
         Verdict("a", "AExperts", "computed", "", 0.06, 0.998),
-        Verdict("b", "BExperts", "refused", "biases"),
+        Verdict("a", "A2Experts", "computed", "but not this", 0.06, 0.998),
+        Verdict("b", "BExperts", "refused", "no gate"),
         Verdict("c", "", "not built", "TypeError: of this Python"),
         Verdict("c_vision", "", "without experts"),
     ]
     assert keys_of(page(made)) == {
         ("a", "AExperts", "computed", ""),
-        ("b", "BExperts", "refused", "biases"),
+        ("a", "A2Experts", "computed", "but not this"),
+        ("b", "BExperts", "refused", "no gate"),
         ("c", "-", "not built", ""),
     }

@@ -457,9 +457,9 @@ def odd_experts(**attributes: Any) -> Any:
         ),
         (lambda: make_model(hidden_act="gelu"), ["unsupported activation", "silu", "GELU"]),
         (lambda: odd_experts(limit=1.0), ["unsupported activation", "limit 1.0"]),
-        (lambda: odd_experts(has_bias=True), ["layers.1.mlp.experts.has_bias", "got True"]),
+        (lambda: odd_experts(has_bias=True), ["gate_up_proj_bias", "a parameter", "got none"]),
         (lambda: odd_experts(has_gate=False), ["has_gate", "got False"]),
-        (lambda: odd_experts(is_concatenated=False), ["is_concatenated", "got False"]),
+        (lambda: odd_experts(is_concatenated=False), ["unsupported activation", "layers.1.mlp"]),
         (lambda: odd_experts(is_transposed=True), ["gate_up_proj.shape", "[4, 128, 256]"]),
         (lambda: odd_experts(has_post_expert_norm=True), ["has_post_expert_norm", "got True"]),
         (lambda: odd_experts(activation_scheme="static"), ["activation_scheme", "'static'"]),
@@ -475,22 +475,20 @@ def test_unsupported_experts(make: Callable[[], nn.Module], words: list[str]) ->
     assert not any(isinstance(module, HFExperts) for module in model.modules())
 
 
-def test_gpt_oss_is_refused() -> None:
-    model = transformers.GptOssForCausalLM(
-        transformers.GptOssConfig(
-            vocab_size=64, hidden_size=128, intermediate_size=128, num_hidden_layers=2,
-            num_attention_heads=2, num_key_value_heads=2, head_dim=64, num_local_experts=4,
-        )
-    ).to(torch.bfloat16)  # fmt: skip
-    with refuses(ValueError, "has_bias", "Keep another experts_implementation"):
-        megamoe.prepare(model, max_tokens_per_rank=CAPACITY)
-
-
 def test_fp8_of_other_blocks_is_refused() -> None:
     model = fp8_model()
     for experts in experts_of(model):
         experts.block_size = (64, 64)
     with refuses(ValueError, "block_size", "[128, 128]", "(64, 64)"):
+        megamoe.prepare(model, max_tokens_per_rank=CAPACITY)
+
+
+@pytest.mark.parametrize(("name", "value"), [("is_concatenated", False), ("is_transposed", True)])
+def test_fp8_in_another_order_is_refused(name: str, value: bool) -> None:
+    """A scale of 128 rows belongs to gate or to up, and stays with its block."""
+    model = fp8_model()
+    setattr(experts_of(model)[1], name, value)
+    with refuses(ValueError, f"layers.1.mlp.experts.{name}", "FP8", f"got {value}"):
         megamoe.prepare(model, max_tokens_per_rank=CAPACITY)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import megamoe_compile as mm
-from megamoe_compile.models.hf_config import moe_shape
+from megamoe_compile.models.hf_config import moe_shape, moe_top_k
 from megamoe_compile.models.presets import PRESETS
 
 # Names as the config.json of each family has them, numbers of our own.
@@ -46,9 +46,14 @@ SHAPE = {
     "num_experts": 16,
     "top_k": 4,
     "swiglu_limit": None,
+    "swiglu_alpha": 1.0,
+    "swiglu_beta": 0.0,
+    "expert_bias": False,
     "routed_scaling_factor": 1.0,
     "num_shared_experts": 0,
 }
+OSS = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "expert_bias": True}
+M3 = {**OSS, "expert_bias": False}
 
 
 @pytest.mark.parametrize(
@@ -66,6 +71,13 @@ SHAPE = {
         ({**MINIMAX, "model_type": "mixtral"}, {}),
         ({"model_type": "kimi_k25", "hidden_size": 1, "text_config": QWEN}, {}),
         ({"thinker_config": {"text_config": QWEN}}, {}),
+        ({**MINIMAX, "model_type": "gpt_oss"}, OSS),
+        (
+            {**MINIMAX, "model_type": "gpt_oss", "swiglu_limit": 5.0, "swiglu_alpha": 1.5},
+            {**OSS, "swiglu_limit": 5.0, "swiglu_alpha": 1.5},
+        ),
+        ({**MINIMAX, "model_type": "minimax_m3", "hidden_act": "swigluoai"}, M3),
+        ({"text_config": {**MINIMAX, "model_type": "minimax_m3_vl_text"}}, M3),
     ],
 )
 def test_shape_of_each_family(
@@ -103,7 +115,7 @@ def test_from_pretrained(tmp_path: Path) -> None:
         ({**QWEN, "moe_intermediate_size": [128, 256]}, ["intermediate_size", "[128, 256]"]),
         ({**QWEN, "hidden_act": "gelu"}, ["unsupported activation", "silu", "'gelu'"]),
         ({**MINIMAX, "swiglu_alpha": 1.702}, ["unsupported activation", "1.702"]),
-        ({**MINIMAX, "model_type": "gpt_oss"}, ["unsupported activation", "biases"]),
+        ({**MINIMAX, "model_type": "llama4_text"}, ["unsupported activation", "routing weights"]),
     ],
 )
 def test_unknown_models_are_refused(config: dict[str, Any], words: list[str]) -> None:
@@ -177,3 +189,24 @@ def test_transformers_is_not_imported(tmp_path: Path) -> None:
         "assert 'transformers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("model_type", ["gpt_oss", "minimax_m3_vl_text"])
+def test_families_agree_with_transformers(model_type: str) -> None:
+    transformers = pytest.importorskip("transformers", reason="needs the extra: hf")
+    shape = moe_shape(transformers.CONFIG_MAPPING[model_type]())
+    assert (shape["swiglu_limit"], shape["swiglu_alpha"], shape["swiglu_beta"]) == (7.0, 1.702, 1.0)
+    assert shape["expert_bias"] == (model_type == "gpt_oss")
+
+
+def test_top_k_alone(tmp_path: Path) -> None:
+    """Of a model whose layers differ in shape too, which moe_shape refuses."""
+    ernie = {**QWEN, "moe_intermediate_size": [128, 256]}
+    with pytest.raises(ValueError, match="one int for all layers"):
+        moe_shape(ernie)
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": ernie}))
+    assert moe_top_k(ernie) == moe_top_k(tmp_path) == 4
+    with pytest.raises(ValueError, match="top_k missing"):
+        moe_top_k({**QWEN, "num_experts_per_tok": None})
+    with pytest.raises(ValueError, match="expected a file"):
+        moe_top_k(tmp_path / "nowhere")

@@ -34,6 +34,7 @@ from transformers.models.auto.configuration_auto import (
     model_type_to_module_name,
 )
 
+from megamoe_compile.config import BLOCK
 from megamoe_compile.engines.transformers import prepare
 from megamoe_compile.engines.transformers.experts import is_experts
 
@@ -44,7 +45,6 @@ LAYERS = 2
 # What a refusal may say, by a word of its message.
 REASONS = {
     "has_gate": "no gate",
-    "has_bias": "biases",
     "has_post_expert_norm": "a norm behind each expert",
     "unsupported activation": "another activation",
 }
@@ -101,7 +101,7 @@ class Verdict:
 
     def row(self) -> str:
         number = f"error {self.error:.3f}, cosine {self.cosine:.4f}"
-        said = number if self.result == "computed" else self.reason
+        said = "; ".join(filter(None, (number if self.result == "computed" else "", self.reason)))
         experts = f"`{self.experts}`" if self.experts else "-"
         return f"| `{self.model_type}` | {experts} | {self.result} | {said} |"
 
@@ -236,6 +236,10 @@ def verdicts(model_type: str) -> list[Verdict]:
             said = re.sub(r"\s+", " ", f"{type(error).__name__}: {error}").replace("|", "or")
             return [Verdict(model_type, "", "not built", said)]
         found = [compare(model_type, experts) for experts in kinds_of(model)]
+        width = getattr(CONFIG_MAPPING[model_type]().get_text_config(), "hidden_size", 0)
+    if isinstance(width, int) and width % BLOCK:
+        note = f"but the hidden size {width} of the default configuration is refused"
+        found = [v if v.reason else dataclasses.replace(v, reason=note) for v in found]
     return found or [Verdict(model_type, "", "without experts")]
 
 
@@ -278,17 +282,15 @@ The {types} model types of transformers {transformers.__version__} whose experts
 
 
 def keys_of(page: str) -> set[tuple[str, str, str, str]]:
-    """What must not change unnoticed: types, classes and verdicts; reasons where they are ours."""
-    rows = (line.split(" | ") for line in page.splitlines() if line.startswith("| `"))
-    return {
-        (
-            name.strip("|` "),
-            experts.strip("`"),
-            result,
-            said.removesuffix(" |") if result == "refused" else "",
-        )
-        for name, experts, result, said in rows
-    }
+    """What must not change unnoticed: types, classes, verdicts, and reasons where they are ours."""
+    keys = set()
+    for line in page.splitlines():
+        if line.startswith("| `"):
+            name, experts, result, said = line.strip("| ").split(" | ")
+            if result != "refused":  # digits, or the words of some version of Python
+                said = said.partition("; ")[2] if result == "computed" else ""
+            keys.add((name.strip("`"), experts.strip("`"), result, said))
+    return keys
 
 
 def main() -> None:

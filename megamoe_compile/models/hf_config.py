@@ -23,9 +23,18 @@ INTERMEDIATE_SIZE = ("moe_intermediate_size", "intermediate_size")
 NESTED = ("text_config", "language_config", "llm_config", "thinker_config")
 SILU = ("silu", "swish")
 
-# Their shape fits, their arithmetic doesn't, and config.json alone doesn't always tell.
+# What these families compute, where config.json alone doesn't tell. Source: `_apply_gate` of
+# GptOssExperts and of MiniMaxM3VLExperts of transformers.
+_M3 = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702, "swiglu_beta": 1.0, "expert_bias": False}
+PARAMETERIZED: dict[str, dict[str, Any]] = {
+    "gpt_oss": {**_M3, "expert_bias": True},
+    "minimax_m3": _M3,
+    "minimax_m3_vl": _M3,
+    "minimax_m3_vl_text": _M3,
+}
+PLAIN = {"swiglu_limit": None, "swiglu_alpha": 1.0, "swiglu_beta": 0.0, "expert_bias": False}
+# Their shape fits, their arithmetic doesn't.
 UNSUPPORTED = {
-    "gpt_oss": "biases and a SwiGLU with an alpha and an offset",
     "llama4": "routing weights that scale the input of an expert",
     "llama4_text": "routing weights that scale the input of an expert",
 }
@@ -57,11 +66,14 @@ def moe_shape(source: Any) -> dict[str, Any]:
     }
     _check_complete(name, shape)
     _check_arithmetic(name, config)
-    limit = _get(config, "swiglu_limit")
+    swiglu = PARAMETERIZED.get(name, PLAIN)
+    limit, alpha = _get(config, "swiglu_limit"), _get(config, "swiglu_alpha")
     factor = _get(config, "routed_scaling_factor")
     return {
         **shape,
-        "swiglu_limit": float(limit) if limit else None,
+        **swiglu,
+        "swiglu_limit": float(limit) if limit else swiglu["swiglu_limit"],
+        "swiglu_alpha": float(alpha) if alpha else swiglu["swiglu_alpha"],
         "routed_scaling_factor": 1.0 if factor is None else float(factor),
         "num_shared_experts": 0,
     }
@@ -145,7 +157,9 @@ def _check_complete(name: str, shape: Mapping[str, Any]) -> None:
 
 
 def _check_arithmetic(name: str, config: Any) -> None:
-    cure = "Keep the model's own experts: the kernels compute SwiGLU, silu(gate) * up, no bias."
+    if name in PARAMETERIZED:  # the gate is not their hidden_act
+        return
+    cure = "Keep the model's own experts, or build MegaMoEConfig(...) from the numbers themselves."
     activation = _first(config, ("hidden_act", "hidden_activation"))
     if activation is not None and activation not in SILU:
         raise ValueError(
@@ -158,8 +172,13 @@ def _check_arithmetic(name: str, config: Any) -> None:
         )
     oddity = UNSUPPORTED.get(name)
     if oddity is None and _get(config, "swiglu_alpha") is not None:
-        oddity = f"a SwiGLU with an alpha of {_get(config, 'swiglu_alpha')}"
+        oddity = f"a SwiGLU with an alpha of {_get(config, 'swiglu_alpha')}, of a family not known"
     if oddity is not None:
         raise ValueError(
-            mismatch(f"unsupported activation of the experts of {name}", "SwiGLU", oddity, cure)
+            mismatch(
+                f"unsupported activation of the experts of {name}",
+                f"SwiGLU, or one of {', '.join(PARAMETERIZED)}",
+                oddity,
+                cure,
+            )
         )

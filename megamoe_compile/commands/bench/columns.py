@@ -26,7 +26,8 @@ from ...capture.runner import GraphRunner
 from ...config import Backend
 from ...custom_ops.cuda.capture import capture
 from ...custom_ops.cuda.graph_fills import instantiator
-from ...engines.transformers.experts import find_experts, swiglu_limit
+from ...engines.transformers.activation import swiglu_limit
+from ...engines.transformers.experts import find_experts
 from ...engines.transformers.routers import FUSED, fuse_routers
 from ...errors import BackendUnavailable, mismatch
 from .models import Source, model_without_experts, set_bf16_experts, set_fp8_experts

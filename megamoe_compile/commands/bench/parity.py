@@ -29,7 +29,8 @@ from torch import Tensor, nn
 from ...capture.runner import GraphRunner
 from ...context import MegaMoEContext
 from ...custom_ops.reference.recipe import moe_reference
-from ...engines.transformers.experts import find_experts, swiglu_limit
+from ...engines.transformers.activation import swiglu_limit
+from ...engines.transformers.experts import find_experts
 from ...weights import adopt
 from ..decode.batch import Batch, rank_sizes
 from ..decode.slot_cache import DecodeStep, SlotCache

@@ -209,6 +209,7 @@ def load_checkpoint(
         from transformers import AutoConfig
 
         model_config = cast(Any, AutoConfig).from_pretrained(directory, local_files_only=True)
+    _check_format(model_config)
     model = empty_model(model_config)
     experts = find_experts(model)
     context = prepare_empty(
@@ -298,6 +299,24 @@ def fill(model: nn.Module, device: torch.device, value_of: Callable[[str], Tenso
                 )
     if tied:
         cast(Any, model).tie_weights()
+
+
+def _check_format(config: Any) -> None:
+    """Refuse what is stored in another format than bf16 and FP8, before anything is built."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is None:
+        return
+    method = (stored if isinstance(stored, dict) else stored.to_dict()).get("quant_method")
+    if getattr(method, "value", method) != "fp8":
+        raise ValueError(
+            mismatch(
+                f"format of the checkpoint ({config.model_type})",
+                "bf16, or fp8 with a scale per 128x128 block",
+                method,
+                "Let transformers load it in bf16, where it can dequantize, and call "
+                "prepare(model, ...).",
+            )
+        )
 
 
 def _tied(model: nn.Module) -> set[str]:

@@ -11,13 +11,21 @@ from torch import Tensor, nn
 
 from ...config import BLOCK
 from ...context import MegaMoEContext
-from ...custom_ops.reference.recipe import FP8, swiglu
+from ...custom_ops.call import Swiglu
+from ...custom_ops.reference.recipe import FP8
 from ...errors import MegaMoEError, mismatch
 from ..seam import EngineLayer
+from .activation import KEEP, swiglu_of
 
 CHILD = "megamoe"  # the name of the layer below the experts module
-PARAMETERS = ("gate_up_proj", "gate_up_proj_scale_inv", "down_proj", "down_proj_scale_inv")
-KEEP = "Keep another experts_implementation for this model."
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+PARAMETERS = (
+    "gate_up_proj",
+    "gate_up_proj_scale_inv",
+    "down_proj",
+    "down_proj_scale_inv",
+    *BIASES,
+)
 
 
 class HFExperts(EngineLayer):
@@ -62,8 +70,10 @@ class Layout:
     hidden_size: int
     intermediate_size: int
     num_experts: int  # on this rank, where transformers has sharded them
-    swiglu_limit: float | None
+    swiglu: Swiglu
+    biased: bool
     transposed: bool  # [E, H, 2I] and [E, I, H]
+    interleaved: bool  # gate 0, up 0, gate 1, ..., not all of gate before up
     local_ids: bool
 
 
@@ -74,7 +84,10 @@ def shape_of(layout: Layout, top_k: int) -> dict[str, Any]:
         "intermediate_size": layout.intermediate_size,
         "num_experts": layout.num_experts,
         "top_k": top_k,
-        "swiglu_limit": layout.swiglu_limit,
+        "swiglu_limit": layout.swiglu.limit,
+        "swiglu_alpha": layout.swiglu.alpha,
+        "swiglu_beta": layout.swiglu.beta,
+        "expert_bias": layout.biased,
     }
 
 
@@ -140,7 +153,32 @@ def layout_of(
                 "Load the model without its parallelism, or pass group=None.",
             )
         )
-    return Layout(hidden, intermediate, count, swiglu_limit(experts, name), transposed, local_ids)
+    biased = bool(experts.has_bias)
+    if biased and sharded and not local_ids:
+        raise ValueError(
+            mismatch(
+                f"{name} with biases",
+                "whole experts: the ranks' results are summed, and the bias would be with them",
+                "experts that transformers has sharded by columns",
+                "Load the model without tensor parallelism.",
+            )
+        )
+    for key, columns_of in zip(BIASES, (2 * intermediate, hidden), strict=True) if biased else ():
+        bias = local_parameter(experts, key)
+        if tuple(bias.shape) != (count, columns_of):
+            raise ValueError(
+                mismatch(f"{name}.{key}.shape", [count, columns_of], list(bias.shape), KEEP)
+            )
+    return Layout(
+        hidden,
+        intermediate,
+        count,
+        swiglu_of(experts, name),
+        biased,
+        transposed,
+        not experts.is_concatenated,
+        local_ids,
+    )
 
 
 def local_parameter(experts: nn.Module, name: str) -> Tensor:
@@ -182,9 +220,19 @@ def _check_kind(experts: Any, name: str, empty: bool) -> None:
     post_norm = getattr(experts, "has_post_expert_norm", False)
     checks = (
         ("has_gate", "True, SwiGLU", experts.has_gate, bool(experts.has_gate)),
-        ("has_bias", False, experts.has_bias, not experts.has_bias),
         ("has_post_expert_norm", False, post_norm, not post_norm),
-        ("is_concatenated", "True, gate before up", False, bool(experts.is_concatenated)),
+        (
+            "is_concatenated",
+            "True, gate before up, of FP8 weights",
+            False,
+            bool(experts.is_concatenated) or FP8 not in dtypes,
+        ),
+        (
+            "is_transposed",
+            "False of FP8 weights",
+            True,
+            not experts.is_transposed or FP8 not in dtypes,
+        ),
         ("activation_scheme", "'dynamic'", repr(scheme), scheme == "dynamic"),
         ("block_size", [BLOCK, BLOCK], block, block is None or list(block) == [BLOCK, BLOCK]),
     )
@@ -202,54 +250,37 @@ def _check_kind(experts: Any, name: str, empty: bool) -> None:
         )
 
 
-def swiglu_limit(experts: Any, name: str) -> float | None:
-    """The limit of the module's SwiGLU, checked by running its gate on numbers that tell.
-
-    Raises:
-        ValueError: its gate computes something else.
-    """
-    limit = getattr(experts, "limit", None) or getattr(experts, "swiglu_limit", None)
-    limit = None if limit is None else float(limit)
-    edge = limit or 8.0
-    values = [-3 * edge, -edge / 2, -0.5, 0.0, 0.5, edge / 2, 3 * edge]
-    points = torch.tensor(values, dtype=torch.float32, device="cpu")
-    gate, up = (t.reshape(1, -1) for t in torch.meshgrid(points, points, indexing="ij"))
-    expected = swiglu(gate, up, limit)
-    with torch.no_grad():
-        got = experts._apply_gate(torch.cat([gate, up], dim=1))
-    if got.shape != expected.shape or not torch.allclose(got.float(), expected, 1e-3, 1e-3):
-        raise ValueError(
-            mismatch(
-                f"unsupported activation of {name}",
-                f"SwiGLU, silu(gate) * up, with limit {limit}",
-                f"another function, from {getattr(experts, 'act_fn', None)} and _apply_gate",
-                KEEP,
-            )
-        )
-    return limit
-
-
 @torch.inference_mode(False)
 @torch.no_grad()
 def convert(experts: Any, layout: Layout, context: MegaMoEContext) -> HFExperts:
     """Move the weights of an inspected module into a new layer, its child, and free its own."""
     layer = HFExperts(context, local_ids=layout.local_ids)
-    w13, s13, w2, s2 = (
+    w13, s13, w2, s2, b13, b2 = (
         None if experts._parameters.get(name) is None else local_parameter(experts, name)
         for name in PARAMETERS
     )
     assert w13 is not None
     assert w2 is not None
-    if layout.transposed:
-        geometry = context.weight_geometry
-        for row in range(geometry.num_local_experts):
-            expert = geometry.first_expert + row
-            w13_t, w2_t = w13[expert].T.contiguous(), w2[expert].T.contiguous()
-            layer.load_expert(expert, w13_t, None, w2_t, None)
+    if layout.transposed or layout.interleaved:
+        for expert in context.weight_geometry.local_experts:
+            w13_e, w2_e = w13[expert], w2[expert]
+            b13_e, b2_e = (None if b is None else b[expert] for b in (b13, b2))
+            if layout.transposed:
+                w13_e, w2_e = w13_e.T, w2_e.T
+            if layout.interleaved:
+                w13_e = gate_before_up(w13_e)
+                b13_e = None if b13_e is None else gate_before_up(b13_e)
+            parts = (w13_e.contiguous(), None, w2_e.contiguous(), None, b13_e, b2_e)
+            layer.load_expert(expert, *parts)
     else:
-        layer.load_weights(w13.contiguous(), s13, w2.contiguous(), s2)
+        layer.load_weights(w13.contiguous(), s13, w2.contiguous(), s2, b13, b2)
     attach(experts, layer)
     return layer
+
+
+def gate_before_up(rows: Tensor) -> Tensor:
+    """Rows gate 0, up 0, gate 1, ... -> all gate rows, then all up rows (a new tensor)."""
+    return torch.cat([rows[::2], rows[1::2]])
 
 
 def attach(experts: Any, layer: HFExperts) -> None:

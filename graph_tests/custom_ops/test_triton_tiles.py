@@ -1,4 +1,4 @@
-"""Sizes of the Triton GEMMs' programs, and that they compile for each generation of GPU."""
+"""The triton backend's sizes of tiles, and its kernels compiled for GPUs that are not here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from megamoe_compile.custom_ops.triton.tiling import Device, Tiling
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-FP8 = Device(132, 232448, fp8_dot=True)
+FP8 = Device(132, 232448, fp8_dot=True)  # an H200
 
 
 @pytest.mark.parametrize("experts", [1, 3, 32, 256])
