@@ -52,7 +52,7 @@ class MegaMoEContext:
         device: where the layers run; default: the current CUDA device if there is one, else CPU.
         num_sms: SMs that the deep_gemm kernel may take, even; None for all. Fewer leave room for
             a side stream: the kernel spins until its whole grid is resident.
-        paths: number of tokens to "deep_gemm" or "small_batch", for a context with both paths
+        paths: number of tokens to the backend or "small_batch", for a context with both paths
             (backend="auto" on one rank of an SM90 GPU). A bucket named here is not measured; calls
             of fewer tokens, down to the next bucket that is decided, go with it.
         num_valid: that of another context whose layers run in the same steps; see MegaMoEContexts.
@@ -101,7 +101,7 @@ class MegaMoEContext:
         capability = self._agree(pins)
         assert capability.backend is not None
         self.backend: str = capability.backend
-        check_paths(self.backend, config, self.world_size, pins)
+        check_paths(self.backend, config, self.device, self.world_size, pins)
         self.weight_geometry = WeightGeometry.of(
             config,
             rank=self.rank,
@@ -215,8 +215,8 @@ class MegaMoEContext:
 
         Where the context has two paths, each bucket is timed on both, on the weights of its loaded
         layers, unless it is decided already: by `paths`, by a warm-up before, or by what an earlier
-        start stored. Without a loaded layer nothing is timed, and such buckets take deep_gemm until
-        a warm-up that finds one.
+        start stored. Without a loaded layer nothing is timed, and such buckets take the backend's
+        path until a warm-up that finds one.
 
         Raises:
             CapacityError: a bucket above max_tokens_per_rank. MegaMoEError: inside a capture.

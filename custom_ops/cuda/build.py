@@ -289,13 +289,13 @@ def resource_report(library: Path) -> list[KernelResources]:
     ]
 
 
-def sources_digest(launcher: Path) -> str:
-    """A hash of all CUDA sources and of the launcher that tunes one of them.
+def sources_digest(*launchers: Path) -> str:
+    """A hash of all CUDA sources and of the Python files that launch and tune what is measured.
 
     For what is measured once per version of them.
     """
     digest = hashlib.sha256()
-    for path in (*sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh")]), launcher):
+    for path in (*sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh")]), *launchers):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()[:16]
 

@@ -49,6 +49,7 @@ class DeepGemmRuntime:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
         self.api = load_api()
+        self.version = self.api.wheel
         self.intermediate_group = self.api.intermediate_group
         self.top_k = spec.top_k
         local = spec.num_experts // self.world_size

@@ -1,9 +1,9 @@
 """Which of two paths a layer call takes: decided per bucket, stored, looked up per call.
 
-A call of T rows takes the path of the smallest decided bucket that holds T rows, and `deep_gemm`
-where none does. So an eager call and the replay of the bucket that it would be padded to take the
-same path, where no other buckets were warmed. Once decided, a bucket keeps its path as long as the
-context lives: captured graphs have it inside.
+A call of T rows takes the path of the smallest decided bucket that holds T rows, else the base
+path, which takes any number of rows. So an eager call and the replay of the bucket that it would be
+padded to take the same path, where no other buckets were warmed. Once decided, a bucket keeps its
+path as long as the context lives: captured graphs have it inside.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Literal
 
 from ..errors import is_int, mismatch, require
 
-PathName = Literal["deep_gemm", "small_batch"]
+PathName = Literal["deep_gemm", "triton", "small_batch"]
 DEEP_GEMM: PathName = "deep_gemm"
 SMALL_BATCH: PathName = "small_batch"
-PATHS: tuple[PathName, ...] = (DEEP_GEMM, SMALL_BATCH)
-TIE = 0.01  # small_batch must be faster by more than this part of deep_gemm's time
+BASES: tuple[PathName, ...] = (DEEP_GEMM, "triton")  # what small_batch may stand beside
+TIE = 0.01  # small_batch must be faster by more than this part of the base path's time
 Times = Mapping[PathName, float]  # microseconds of one layer call
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class Decision:
     """The path of one bucket.
 
     Attributes:
-        bucket: number of tokens. path: one of PATHS.
+        bucket: number of tokens. path: the base path, or small_batch.
         reason: "measured", "stored" (measured by an earlier start), "pinned", or why there was
             nothing to measure.
         microseconds: of one layer call under graph replay, per path; empty where not timed.
@@ -53,9 +53,9 @@ class Decision:
 
 
 def faster(times: Times) -> PathName:
-    """The path of the smaller time; deep_gemm where they tie."""
-    wins = times[SMALL_BATCH] < (1 - TIE) * times[DEEP_GEMM]
-    return SMALL_BATCH if wins else DEEP_GEMM
+    """The path of the smaller time of two; the base path where they tie."""
+    (base,) = times.keys() - {SMALL_BATCH}
+    return SMALL_BATCH if times[SMALL_BATCH] < (1 - TIE) * times[base] else base
 
 
 def check_pins(
@@ -81,13 +81,15 @@ class PathChoice:
     """The decisions of one context, and the table that a call looks its path up in.
 
     Args:
+        base: the path beside small_batch.
         capacity: most rows of a call. pins: bucket to path; never measured.
 
     Attributes:
         takes_small: one byte per number of rows, 0 to capacity: 1 for small_batch.
     """
 
-    def __init__(self, capacity: int, pins: Mapping[int, PathName]) -> None:
+    def __init__(self, base: PathName, capacity: int, pins: Mapping[int, PathName]) -> None:
+        self.base = base
         self.takes_small = bytearray(capacity + 1)
         self._decisions: dict[int, Decision] = {}
         for bucket, path in pins.items():
@@ -114,19 +116,21 @@ class PathChoice:
 
     def path_for(self, rows: int) -> PathName:
         """The path of a call of so many rows."""
-        return SMALL_BATCH if self.takes_small[rows] else DEEP_GEMM
+        return SMALL_BATCH if self.takes_small[rows] else self.base
 
 
 class ChoiceStore:
     """Measured times on disk, one file per set of facts, one entry per bucket.
 
     Args:
+        base: the path that is timed beside small_batch.
         facts: all that a time depends on, but for the bucket; values that JSON has. Another
             geometry, GPU, release or kernel source is another file.
         directory: made when the first times are written.
     """
 
-    def __init__(self, facts: Mapping[str, object], directory: Path) -> None:
+    def __init__(self, base: PathName, facts: Mapping[str, object], directory: Path) -> None:
+        self._paths = (base, SMALL_BATCH)
         self._facts = dict(facts)
         text = json.dumps(self._facts, sort_keys=True)
         self.file = directory / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
@@ -157,11 +161,15 @@ class ChoiceStore:
             good = (
                 bucket.isdecimal()
                 and isinstance(times, dict)
-                and times.keys() == set(PATHS)
+                and times.keys() == set(self._paths)
                 and all(_is_time(us) for us in times.values())
             )
-            require(good, f"times of {bucket}", f"{PATHS} in microseconds", times, "Delete it.")
-        return {int(bucket): {p: times[p] for p in PATHS} for bucket, times in entries.items()}
+            require(
+                good, f"times of {bucket}", f"{self._paths} in microseconds", times, "Delete it."
+            )
+        return {
+            int(bucket): {p: times[p] for p in self._paths} for bucket, times in entries.items()
+        }
 
     def write(self, times: Mapping[int, Times]) -> None:
         """Add or replace entries. Never half-written: a temporary file is renamed into place.

@@ -1,4 +1,4 @@
-"""One rank's layer on two paths: the mega kernel, and the small-batch kernel where it is faster.
+"""One rank's layer on two paths: the backend's, and the small-batch kernel where it is faster.
 
 Warm-up times both per bucket under graph replay, on the layers' own weights, and keeps the faster.
 A call looks its path up by its number of rows: nothing is timed and no choice is made in a forward.
@@ -17,7 +17,7 @@ from torch import Tensor
 from ..call import Call, Weights, idle_call
 from ..cuda.stream import CurrentStream, refuse_cold_capture
 from ..library import Runtime
-from .choice import DEEP_GEMM, SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
+from .choice import SMALL_BATCH, ChoiceStore, Decision, PathChoice, PathName, faster
 
 if TYPE_CHECKING:
     from ..deep_gemm.native import NativeLaunch
@@ -30,11 +30,15 @@ CALLS = 8
 Timer = Callable[[Mapping[PathName, Sequence[Callable[[], None]]]], Mapping[PathName, float]]
 
 
-class MegaPath(Runtime, Protocol):
-    """What the measured runtime needs of the mega kernel's runtime, beside `launch`."""
+class BasePath(Runtime, Protocol):
+    """What the measured runtime needs of the backend's runtime, beside `launch`."""
 
-    native: NativeLaunch | None
-    warm: set[int]
+    @property
+    def native(self) -> NativeLaunch | None: ...
+
+    @property
+    def warm(self) -> set[int]: ...
+
     buffer_bytes: int
     invalid_count: Tensor
     intermediate_group: int
@@ -82,6 +86,8 @@ class SmallBatchPath:
             *weights[:4],
             call.out,
             self._stream(),
+            w13_bias=weights.w13_bias,
+            w2_bias=weights.w2_bias,
         )
 
     def warmup(
@@ -101,7 +107,7 @@ class MeasuredRuntime:
     """The runtime of a context that has both paths: one rank on SM90.
 
     Args:
-        mega, small: the paths. They share the counter of invalid ids.
+        base, small: the paths. They share the counter of invalid ids.
         choice: the decisions so far (pins), which `measure` adds to.
         store: the times that earlier starts have measured.
         num_experts: routed ones. top_k: columns of ids.
@@ -110,7 +116,7 @@ class MeasuredRuntime:
 
     def __init__(
         self,
-        mega: MegaPath,
+        base: BasePath,
         small: SmallBatchPath,
         choice: PathChoice,
         store: ChoiceStore,
@@ -120,10 +126,10 @@ class MeasuredRuntime:
         timer: Timer,
     ) -> None:
         self.choice = choice
-        self.native = mega.native
-        self.buffer_bytes = mega.buffer_bytes + small.workspace_bytes
-        self.invalid_count = mega.invalid_count
-        self._mega = mega
+        self.native = base.native
+        self.buffer_bytes = base.buffer_bytes + small.workspace_bytes
+        self.invalid_count = base.invalid_count
+        self._base = base
         self._small = small
         self._takes_small = choice.takes_small
         self._store = store
@@ -135,16 +141,16 @@ class MeasuredRuntime:
         """See `library.Runtime`."""
         self.path_of(call.x.shape[0]).launch(call)
 
-    def path_of(self, tokens: int) -> MegaPath | SmallBatchPath:
+    def path_of(self, tokens: int) -> BasePath | SmallBatchPath:
         """What a call of so many rows takes."""
-        return self._small if self._takes_small[tokens] else self._mega
+        return self._small if self._takes_small[tokens] else self._base
 
     def warmup(
         self, token_counts: Sequence[int], weights: Callable[[], Weights], launch_count: Tensor
     ) -> None:
         """Prepare both paths for these numbers of tokens."""
         any_weights = weights()
-        self._mega.warmup(token_counts, lambda: any_weights, launch_count)
+        self._base.warmup(token_counts, lambda: any_weights, launch_count)
         small = [count for count in token_counts if count <= self._small.max_tokens]
         self._small.warmup(small, lambda: any_weights, launch_count)
         self._enter_native()
@@ -156,7 +162,7 @@ class MeasuredRuntime:
 
         Args:
             layers: prepared weights of loaded layers. Without any, only what is stored decides;
-                the other buckets stay on the mega kernel until a warm-up that has weights.
+                the other buckets stay on the base path until a warm-up that has weights.
             launch_count: counts the timed launches too.
         """
         undecided = self.choice.undecided(buckets)
@@ -166,7 +172,7 @@ class MeasuredRuntime:
         for bucket in undecided:
             if bucket > most:
                 reason = f"{SMALL_BATCH} takes at most {most} tokens"
-                self.choice.decide(Decision(bucket, DEEP_GEMM, reason))
+                self.choice.decide(Decision(bucket, self.choice.base, reason))
             elif bucket in known:
                 times = known[bucket]
                 self.choice.decide(Decision(bucket, faster(times), "stored", times))
@@ -178,9 +184,9 @@ class MeasuredRuntime:
         self._enter_native()
 
     def _enter_native(self) -> None:
-        """Let C++ launch the mega kernel for what is warm and looks up the mega kernel."""
+        """Let C++ launch the mega kernel for what is warm and does not take the other."""
         if self.native is not None:
-            self.native.keep_warm(n for n in self._mega.warm if not self._takes_small[n])
+            self.native.keep_warm(n for n in self._base.warm if not self._takes_small[n])
 
     def _calls(
         self, tokens: int, layers: Sequence[Weights], launch_count: Tensor
@@ -203,16 +209,16 @@ class MeasuredRuntime:
             for n in range(CALLS)
         ]
 
-        def calls_of(path: MegaPath | SmallBatchPath) -> list[Callable[[], None]]:
+        def calls_of(path: BasePath | SmallBatchPath) -> list[Callable[[], None]]:
             return [functools.partial(path.launch, call) for call in calls]
 
-        return {DEEP_GEMM: calls_of(self._mega), SMALL_BATCH: calls_of(self._small)}
+        return {self.choice.base: calls_of(self._base), SMALL_BATCH: calls_of(self._small)}
 
     def reset(self) -> None:
-        """Zero the mega kernel's buffer and the small-batch kernel's counters."""
-        self._mega.reset()
+        """Zero the base path's state and the small-batch kernel's counters."""
+        self._base.reset()
         self._small.reset()
 
     def close(self) -> None:
         """Wait for this rank's launches, of both paths, and let go of the buffer."""
-        self._mega.close()
+        self._base.close()

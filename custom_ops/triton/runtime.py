@@ -135,6 +135,7 @@ class TritonRuntime:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.world_size = 1 if group is None else dist.get_world_size(group)
+        self.version: str = self._kernels.triton.__version__
         self.spec = spec
         self.capacity = spec.capacity
         self._hidden, self._intermediate = spec.hidden_size, spec.intermediate_size
@@ -369,6 +370,11 @@ class TritonRuntime:
         kernels.combine_kernel[(rows, -(-self._hidden // COMBINE_BLOCK))](
             self._slot_results, ids, out, self._first_expert, **constants["combine"]
         )
+
+    @property
+    def warm(self) -> set[int]:
+        """Numbers of tokens that were launched."""
+        return {tokens for tokens, _ in self._warm}
 
     # -- around launches --------------------------------------------------------------------------
 

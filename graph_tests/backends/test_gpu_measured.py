@@ -32,8 +32,10 @@ from megamoe_compile.backends import paths
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops.cuda import timing as graph_timing
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.paths.choice import PATHS, faster
+from megamoe_compile.custom_ops.paths.choice import faster
 from megamoe_compile.custom_ops.small_batch.kernel import INTERMEDIATE_GROUP
+
+PATHS = ("deep_gemm", "small_batch")
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -82,7 +84,7 @@ def recipe(layer: mm.MegaMoE, inputs: Inputs, **options: Any) -> torch.Tensor:
     """The oracle of the path that this number of tokens takes."""
     runtime: Any = layer.context._runtime
     small = layer.context.backend_for(inputs[0].shape[0]) == "small_batch"
-    group = INTERMEDIATE_GROUP if small else runtime._mega.intermediate_group
+    group = INTERMEDIATE_GROUP if small else runtime._base.intermediate_group
     return oracle(layer, inputs, intermediate_group=group, **options)
 
 

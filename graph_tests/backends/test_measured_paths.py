@@ -36,10 +36,11 @@ from megamoe_compile.commands.decode.report import BucketReport, DecodeReport, P
 from megamoe_compile.context import ALL_VALID
 from megamoe_compile.custom_ops.cuda import stream as current_stream
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.paths import choice as path_choice
 from megamoe_compile.custom_ops.paths import measured
 from megamoe_compile.custom_ops.paths.choice import Decision, PathChoice, faster
 from megamoe_compile.custom_ops.small_batch.kernel import SmallBatch
+
+PATHS = ("deep_gemm", "small_batch")
 
 SHAPE = make_config()
 
@@ -182,7 +183,7 @@ def test_a_warm_up_leaves_the_callers_state_alone(machine: Machine) -> None:
 def test_paths_agree_within_tolerance_and_have_the_same_rules(machine: Machine) -> None:
     config = dict(swiglu_limit=1.0, routed_scaling_factor=1.5, num_shared_experts=1)
     machine.max_tokens = 64
-    contexts = [make_context(**config, paths={64: path}) for path in path_choice.PATHS]
+    contexts = [make_context(**config, paths={64: path}) for path in PATHS]
     layers = [make_layer(context) for context in contexts]
     for tokens in (0, 1, 7, 64):
         x, ids, weights = random_inputs(contexts[0].config, tokens)
@@ -282,7 +283,7 @@ def test_closing_closes_the_mega_kernel_and_frees_both(machine: Machine) -> None
     layer = make_layer(context)
     context.warmup([1, 8])
     runtime: Any = context._runtime
-    mega = runtime._mega
+    mega = runtime._base
     alive = [weakref.ref(o) for o in (runtime, runtime._small)]
     machine.calls = {}
     del runtime
@@ -348,7 +349,7 @@ def test_pins_need_two_paths(machine: Machine) -> None:
         assert context.reason == "an SM90 GPU" and context.decision_for(8) is None
 
 
-@pytest.mark.parametrize("path", path_choice.PATHS)
+@pytest.mark.parametrize("path", PATHS)
 def test_the_reference_has_no_paths_to_pin(path: Any) -> None:
     with refuses(ValueError, "paths[8]", "expected no entry", "backend='auto'"):
         make_context(paths={8: path})
@@ -426,6 +427,9 @@ def test_the_small_kernel_gets_the_geometry_of_the_layer(machine: Machine) -> No
             top_k=2,
             capacity=64,
             swiglu_limit=7.0,
+            swiglu_alpha=1.0,
+            swiglu_beta=0.0,
+            expert_bias=False,
             routed_scaling_factor=2.5,
             device=torch.device("cpu"),
         )
@@ -520,10 +524,10 @@ def test_the_table_is_the_rule(machine: Machine) -> None:
     """Random decisions in random order, against the rule written out."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(50):
-        choice = PathChoice(40, {})
+        choice = PathChoice("deep_gemm", 40, {})
         decided: dict[int, Any] = {}
         for bucket in torch.randperm(40, generator=generator)[:6].tolist():
-            path = path_choice.PATHS[int(torch.randint(2, (1,), generator=generator))]
+            path = PATHS[int(torch.randint(2, (1,), generator=generator))]
             choice.decide(Decision(bucket + 1, path, "measured"))
             decided[bucket + 1] = path
             for rows in range(41):
@@ -543,4 +547,5 @@ def test_the_fake_has_the_interface_of_the_kernel() -> None:
     options = set(inspect.signature(SmallBatch.__init__).parameters)
     assert {*SMALL} - {"max_tokens_per_rank"} < options
     assert {"num_shared_experts", "capacity", "swiglu_limit", "routed_scaling_factor"} < options
+    assert {"swiglu_alpha", "swiglu_beta", "expert_bias"} < options
     assert {"device", "invalid_count"} < options

@@ -46,7 +46,7 @@ from megamoe_compile.custom_ops import library
 from megamoe_compile.custom_ops.cuda import build as cuda_build
 from megamoe_compile.custom_ops.deep_gemm import native as fused_moe_native
 from megamoe_compile.custom_ops.library import fused_moe
-from megamoe_compile.custom_ops.paths.choice import PATHS, ChoiceStore, PathChoice
+from megamoe_compile.custom_ops.paths.choice import ChoiceStore, PathChoice
 from megamoe_compile.custom_ops.paths.measured import MeasuredRuntime
 
 COUNTS = (0, 1, 7, 64)
@@ -329,16 +329,16 @@ def counts_of_the_small_batch_path_stay_in_python() -> None:
     s = Setup()
     small, measured_as = SmallBatchMock(s.runtime), {1: "small_batch", 7: "deep_gemm"}
     times = {"small_batch": (2.0, 1.0), "deep_gemm": (1.0, 2.0)}
-    choice = PathChoice(s.config.max_tokens_per_rank, {})
+    choice = PathChoice("deep_gemm", s.config.max_tokens_per_rank, {})
     runtime = MeasuredRuntime(
         s.runtime,
         small,
         choice,
-        ChoiceStore({}, Path(tempfile.mkdtemp()) / "paths"),
+        ChoiceStore("deep_gemm", {}, Path(tempfile.mkdtemp()) / "paths"),
         num_experts=s.config.num_experts,
         top_k=s.config.top_k,
         timer=lambda calls: dict(
-            zip(PATHS, times[measured_as[calls["deep_gemm"][0].args[0].x.shape[0]]], strict=True)
+            zip(calls, times[measured_as[calls["deep_gemm"][0].args[0].x.shape[0]]], strict=True)
         ),
     )
     id = library.register_runtime(runtime, tuple(s.layer.w13.shape), runtime.native)

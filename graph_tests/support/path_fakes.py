@@ -1,6 +1,6 @@
 """A context with two paths on a CPU: both compute the recipe, and log what they launch.
 
-The mega kernel's stand-in computes the reference; the small-batch kernel's too, but for 64 columns
+The backend's stand-in computes the reference; the small-batch kernel's too, but for 64 columns
 per scale between the GEMMs. So results show, by their bits, which path a call took.
 """
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 import megamoe_compile as mm
 from megamoe_compile import context
-from megamoe_compile.backends import capability, paths
+from megamoe_compile.backends import paths
+from megamoe_compile.backends.capability import Capability
 from megamoe_compile.backends.runtimes import layer_spec
 from megamoe_compile.custom_ops.call import Call, idle_call
 from megamoe_compile.custom_ops.cuda import timing as graph_timing
@@ -34,17 +35,18 @@ TIMES = {1: (60.0, 40.0), 4: (100.0, 90.0), 8: (150.0, 160.5), 32: (200.0, 400.0
 
 
 class FakeMega(ReferenceRuntime):
-    """DeepGemmRuntime as far as the measured runtime sees it."""
+    """DeepGemmRuntime or TritonRuntime as far as the measured runtime sees it."""
 
     def __init__(self, machine: Machine, *options: Any) -> None:
         super().__init__(*options)
-        self.api = types.SimpleNamespace(wheel=machine.wheel)
+        self.version = machine.wheel
+        self._name = machine.backend
         self.warm: set[int] = set()
         self.closed = False
         self._log = machine.launched
 
     def launch(self, call: Call) -> None:
-        self._log.append(("deep_gemm", call.x.shape[0]))
+        self._log.append((self._name, call.x.shape[0]))
         self.warm.add(call.x.shape[0])
         super().launch(call)
 
@@ -86,6 +88,8 @@ class FakeSmallBatch:
         w2_scale: Tensor,
         y: Tensor,
         stream: int,
+        w13_bias: Tensor | None = None,
+        w2_bias: Tensor | None = None,
     ) -> None:
         assert stream == 0 and x.shape[0] <= self.max_tokens
         self._log.append(("small_batch", x.shape[0]))
@@ -96,9 +100,11 @@ class FakeSmallBatch:
         o["invalid_count"] += stage(x, topk_ids, topk_weights, num_valid, **routing)[-1]
         y.copy_(
             moe_reference(
-                *(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale),
+                *(x, topk_ids, topk_weights, w13, w13_scale, w2, w2_scale, w13_bias, w2_bias),
                 num_valid=int(num_valid),
                 swiglu_limit=o["swiglu_limit"],
+                swiglu_alpha=o["swiglu_alpha"],
+                swiglu_beta=o["swiglu_beta"],
                 routed_scaling_factor=o["routed_scaling_factor"],
                 num_shared_experts=o["num_shared_experts"],
                 intermediate_group=64,
@@ -110,7 +116,8 @@ class Machine:
     """What the fakes do, and what was asked of them.
 
     Attributes:
-        times: microseconds by bucket: (deep_gemm, small_batch). max_tokens: of the small kernel.
+        backend: what stands beside small_batch.
+        times: microseconds by bucket: (backend, small_batch). max_tokens: of the small kernel.
         small_batch_error: raised by its constructor. timed: buckets, as they were timed.
         launched: (path, rows) of every launch. calls: what was timed last, per path.
         kept: for layers that must live.
@@ -118,6 +125,7 @@ class Machine:
 
     def __init__(self) -> None:
         self.times: dict[int, tuple[float, float]] = dict(TIMES)
+        self.backend = "deep_gemm"
         self.max_tokens = 32
         self.small_batch_error: BackendUnavailable | ValueError | None = None
         self.small_batch_options: dict[str, Any] = {}
@@ -134,9 +142,9 @@ class Machine:
         for calls in variants.values():
             for call in calls:
                 call()
-        bucket = variants["deep_gemm"][0].args[0].x.shape[0]
+        bucket = variants[self.backend][0].args[0].x.shape[0]
         self.timed.append(bucket)
-        return dict(zip(("deep_gemm", "small_batch"), self.times[bucket], strict=True))
+        return dict(zip((self.backend, "small_batch"), self.times[bucket], strict=True))
 
     def launches_of(self, call: Callable[[], object]) -> list[tuple[str, int]]:
         """What `call` launches."""
@@ -147,14 +155,14 @@ class Machine:
     def make_runtime(
         self, backend: str, config: Any, device: Any, group: Any, *options: Any
     ) -> FakeMega:
-        assert backend == "deep_gemm"
+        assert backend == self.backend
         return FakeMega(self, layer_spec(config, backend), device, group)
 
     def install(self, patch: pytest.MonkeyPatch, cache: Path) -> None:
         """Make the contexts of this process think that they are on an SM90 GPU, on the CPU."""
-        verdict = capability.Capability("deep_gemm", "an SM90 GPU", {})
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        patch.setattr(context, "probe", lambda config, device: verdict)
+        patch.setattr(context, "probe", lambda *_: Capability(self.backend, "an SM90 GPU", {}))
+        patch.setattr(paths, "_is_sm90", lambda device: True)
         patch.setattr(context, "make_runtime", self.make_runtime)
         patch.setattr(
             small_batch_cuda, "SmallBatch", lambda **options: FakeSmallBatch(self, **options)
