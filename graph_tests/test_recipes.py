@@ -48,8 +48,8 @@ def test_blocks_of_several_ranks_run(ranks: Ranks) -> None:
     ranks(2).run(ranks_blocks, timeout=120)
 
 
-def test_block_of_one_rank_runs() -> None:
-    assert len(blocks("1 rank")) == 1
+def test_blocks_of_one_rank_run() -> None:
+    assert len(blocks("1 rank")) == 3
     run_blocks(blocks("1 rank"), {})
 
 
