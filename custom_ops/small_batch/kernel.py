@@ -231,7 +231,7 @@ class SmallBatch:
             self._config_address,
             arch="90a",
             expected="an SM90 GPU and a geometry the kernel takes",
-            cure='backend="deep_gemm" does without it.',
+            cure='backend="deep_gemm" or "triton" does without it.',
             loaded=library,
         )
         self._launch = self._library.function

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import types
-from dataclasses import replace
 
 import pytest
 import torch
@@ -22,11 +21,12 @@ from small_batch_layers import (
     Case,
     backend_of,
     check,
+    check_same_bits,
     emulated,
-    make_inputs,
     make_layer,
     make_op,
     needs_sm90,
+    replays_of_a_chain,
     variants_of,
 )
 from torch import Tensor
@@ -380,13 +380,7 @@ def test_what_the_compiler_made() -> None:
 def test_the_same_bits_in_200_runs(tokens: int, pdl: bool, gpu: Backend) -> None:
     case = Case(tokens, 2048, 768, experts=32, top_k=8)
     layer = make_layer(case, *gpu, Tuning(pdl=pdl))
-    first = check(layer)
-    results = [torch.full_like(first, float("nan")) for _ in range(200)]
-    for y in results:
-        layer.launch(y)
-    torch.cuda.synchronize()
-    for y in results:
-        assert_same(y, first)
+    check_same_bits(layer, check(layer))
 
 
 @pytest.mark.gpu
@@ -396,28 +390,8 @@ def test_graph_replay(pdl: bool, gpu: Backend) -> None:
     """A chain of calls in one graph; inputs and num_valid change between replays."""
     case = Case(8, 1024, 512, experts=32, top_k=6)
     layer = make_layer(case, *gpu, Tuning(pdl=pdl))
-    outputs = [torch.empty_like(layer.x) for _ in range(5)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for y in outputs:
-                layer.launch(y)
-    for seed, valid in ((1, 8), (2, 3), (3, 0), (4, 8)):
-        x, ids, routing, _ = make_inputs(replace(case, seed=seed), "cuda")
-        layer.x.copy_(x)
-        layer.ids.copy_(ids)
-        layer.routing.copy_(routing)
-        layer.num_valid.fill_(valid)
-        for y in outputs:
-            y.fill_(float("nan"))
-        before = int(layer.launch_count)
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert int(layer.launch_count) == before + len(outputs)
+    for outputs in replays_of_a_chain(layer, case):
         eager = layer()
         for y in outputs:
-            assert_same(y, eager, f"valid={valid}")
+            assert_same(y, eager, f"valid={int(layer.num_valid)}")
         assert relative_error(eager, layer.reference()) <= TOLERANCE

@@ -5,7 +5,6 @@ Its oracle is a formula of this file. The cases run twice, as those of test_smal
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,11 +19,12 @@ from small_batch_layers import (
     Layer,
     backend_of,
     check,
+    check_same_bits,
     emulated,
-    make_inputs,
     make_layer,
     make_op,
     needs_sm90,
+    replays_of_a_chain,
     variants_of,
 )
 from torch import Tensor
@@ -291,13 +291,7 @@ def test_the_library_refuses_an_alpha_that_nobody_set() -> None:
 @pytest.mark.parametrize("tokens", [1, 8, 33])
 def test_the_same_bits_in_200_runs(tokens: int, gpu: Backend) -> None:
     layer = make_layer(Case(tokens, 2944, 768, experts=32, top_k=4, **OAI, bias=0.5), *gpu)
-    first = check(layer, oracle(layer))
-    results = [torch.full_like(first, float("nan")) for _ in range(200)]
-    for y in results:
-        layer.launch(y)
-    torch.cuda.synchronize()
-    for y in results:
-        assert_same(y, first)
+    check_same_bits(layer, check(layer, oracle(layer)))
 
 
 @pytest.mark.gpu
@@ -307,28 +301,10 @@ def test_graph_replay(pdl: bool, gpu: Backend) -> None:
     """A chain of calls in one graph; inputs, num_valid and biases change between replays."""
     case = Case(8, 1024, 512, experts=32, top_k=6, **OAI, bias=0.5)
     layer = make_layer(case, *gpu, Tuning(pdl=pdl))
-    outputs = [torch.empty_like(layer.x) for _ in range(5)]
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        layer()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for y in outputs:
-                layer.launch(y)
-    for seed, valid in ((1, 8), (2, 3), (3, 0), (4, 8)):
-        x, ids, routing, _ = make_inputs(replace(case, seed=seed), "cuda")
-        layer.x.copy_(x)
-        layer.ids.copy_(ids)
-        layer.routing.copy_(routing)
-        layer.num_valid.fill_(valid)
-        for bias in layer.biases:
-            bias.mul_(-1.5)
-        for y in outputs:
-            y.fill_(float("nan"))
-        torch.cuda.synchronize()
-        graph.replay()
-        torch.cuda.synchronize()
+    for outputs in replays_of_a_chain(layer, case):
         want = oracle(layer)
         for y in outputs:
             assert bool(y.isfinite().all())
             assert relative_error(y, want) <= TOLERANCE
+        for bias in layer.biases:
+            bias.mul_(-1.5)

@@ -11,13 +11,14 @@ import functools
 import shutil
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers import relative_error
+from helpers import assert_same, relative_error
 from torch import Tensor
 
 from megamoe_compile.custom_ops.cuda import build as cuda_build
@@ -292,3 +293,43 @@ def variants_of(cases: list[Case]) -> set[int]:
         library.emulator_variant(make_layer(case, "cpu", library).op._config_address, case.tokens)
         for case in cases
     }
+
+
+# -- on a GPU --------------------------------------------------------------------------------------
+
+
+def check_same_bits(layer: Layer, first: Tensor, runs: int = 200) -> None:
+    """Launches behind one another give the bits of `first`, each time."""
+    results = [torch.full_like(first, float("nan")) for _ in range(runs)]
+    for y in results:
+        layer.launch(y)
+    torch.cuda.synchronize()
+    for y in results:
+        assert_same(y, first)
+
+
+def replays_of_a_chain(layer: Layer, case: Case, launches: int = 5) -> Iterator[list[Tensor]]:
+    """The outputs of a graph of launches, replayed with other inputs and another num_valid each
+    time; what the caller changes in between is seen too."""
+    outputs = [torch.empty_like(layer.x) for _ in range(launches)]
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layer()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for y in outputs:
+                layer.launch(y)
+    for seed, valid in ((1, 8), (2, 3), (3, 0), (4, 8)):
+        x, ids, routing, _ = make_inputs(replace(case, seed=seed), "cuda")
+        layer.x.copy_(x)
+        layer.ids.copy_(ids)
+        layer.routing.copy_(routing)
+        layer.num_valid.fill_(valid)
+        for y in outputs:
+            y.fill_(float("nan"))
+        before = int(layer.launch_count)
+        torch.cuda.synchronize()
+        graph.replay()
+        torch.cuda.synchronize()
+        assert int(layer.launch_count) == before + launches
+        yield outputs
